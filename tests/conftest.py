@@ -1,0 +1,37 @@
+"""Fixtures of all tests: `ranks`, the session's pool of gloo ranks."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: one thread, as in the ranks, so that a sum has the same order in both.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.ranks import RankPool
+
+POOL = pytest.StashKey[RankPool]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the pool; it starts nothing yet."""
+    config.stash[POOL] = RankPool()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the pool import Megatron in the background, if a selected test needs it."""
+    is_needed = any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
+    if is_needed and not session.config.option.collectonly:
+        session.config.stash[POOL].start()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the processes of the pool, however the session ended."""
+    config.stash[POOL].close()
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> RankPool:
+    """`ranks(n).run(function, *args, timeout=60, **kwargs)`: what each rank returned."""
+    return request.config.stash[POOL]
