@@ -1,0 +1,1 @@
+"""Sequence parallelism, pipeline order and pipeline communication: what Megatron 0.19 lacks."""
