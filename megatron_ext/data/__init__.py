@@ -1,0 +1,1 @@
+"""Training samples: reading, tokenising and ordering them, the same on every layout."""

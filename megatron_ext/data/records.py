@@ -1,0 +1,183 @@
+"""A line of a JSONL file as a checked record: a chat, a text, or a prompt with its completion.
+
+Keys that are none of ours are metadata and left alone; a message keeps all its keys, for the chat
+template.  Invariant the tests check: any line gives a record or a `BadRecord` with its reason.
+Not covered: content in parts (images), chats as a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+"""One message as it was written: role, content, perhaps tool_calls, name, ..."""
+
+
+class BadRecord(ValueError):
+    """A line that cannot be trained on; says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """A conversation, of which the assistant's turns are trained."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    """What the assistant may call, as JSON schemas."""
+
+    def trained(self) -> list[int]:
+        """Indices of the messages to train: the assistant's, but for those of weight 0."""
+        return [
+            index
+            for index, message in enumerate(self.messages)
+            if message["role"] == "assistant" and message.get("weight") != 0
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A document, trained as a whole."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A prompt and what follows it, which is trained."""
+
+    prompt: str
+    completion: str
+
+
+Record = Chat | Text | Completion
+FORMS = {"messages": ("messages",), "text": ("text",), "prompt": ("prompt", "completion")}
+"""The key that tells a form -> all keys that the form needs."""
+
+
+def parse_record(line: bytes | str) -> Record:
+    """The record of one line.
+
+    Raises:
+        BadRecord: the line is not UTF-8, not a JSON object, of no form or of several, or a value of
+            its form is missing, empty or of the wrong type.
+    """
+    values = _parse_object(line)
+    forms = [form for form, keys in FORMS.items() if any(key in values for key in keys)]
+    if not forms:
+        keys = ", ".join(list(values)[:5]) or "none"
+        raise BadRecord(
+            f"has none of the keys messages, text, or prompt and completion (its keys: {keys})"
+        )
+    if len(forms) > 1:
+        raise BadRecord(f"has {' and '.join(forms)}: keep one, nothing says which to train")
+    match forms[0]:
+        case "messages":
+            return _chat(values)
+        case "text":
+            return Text(text=_text(values, "text"))
+    return Completion(prompt=_text(values, "prompt"), completion=_text(values, "completion"))
+
+
+def call_of(tool_call: dict[str, Any]) -> dict[str, Any]:
+    """Name and arguments of a tool call, in OpenAI's form ({"function": ...}) or bare."""
+    return tool_call.get("function", tool_call)
+
+
+def _parse_object(line: bytes | str) -> dict[str, Any]:
+    try:
+        text = line.decode("utf-8") if isinstance(line, bytes) else line
+        values = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"is not UTF-8 (byte {error.start + 1} of the line)") from error
+    except json.JSONDecodeError as error:
+        raise BadRecord(f"is not JSON ({error.msg}, column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # numbers of 5,000 digits, 10,000 brackets
+        raise BadRecord(f"is JSON beyond reason ({error})") from error
+    if not isinstance(values, dict):
+        raise BadRecord(f"is {_kind(values)}, not an object")
+    _refuse_half_characters(text, values)
+    return values
+
+
+def _refuse_half_characters(text: str, values: dict[str, Any]) -> None:
+    """JSON may escape half of a surrogate pair, which no tokenizer can encode."""
+    if "\\ud" not in text.lower():
+        return
+    try:
+        json.dumps(values, ensure_ascii=False).encode("utf-8")
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise BadRecord(
+            "has half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+        ) from error
+
+
+def _text(values: dict[str, Any], key: str) -> str:
+    if key not in values:
+        raise BadRecord(f"has no {key}")
+    value = values[key]
+    if not isinstance(value, str):
+        raise BadRecord(f"{key} is {_kind(value)}, not text")
+    if not value:
+        raise BadRecord(f"{key} is empty")
+    return value
+
+
+def _chat(values: dict[str, Any]) -> Chat:
+    messages, tools = values["messages"], values.get("tools")
+    if not isinstance(messages, list):
+        raise BadRecord(f"messages is {_kind(messages)}, not a list")
+    if not messages:
+        raise BadRecord("messages is empty")
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
+        raise BadRecord("tools is not a list of objects")
+    chat = Chat(messages=messages, tools=tools or None)
+    if not chat.trained():
+        raise BadRecord("has no assistant message to train")
+    return chat
+
+
+def _check_message(message: object, name: str) -> None:
+    if not isinstance(message, dict):
+        raise BadRecord(f"{name} is {_kind(message)}, not an object")
+    role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+    if not isinstance(role, str) or not role:
+        raise BadRecord(f"{name} has no role" if role is None else f"{name}.role is not text")
+    if content is not None and not isinstance(content, str):
+        raise BadRecord(f"{name}.content is {_kind(content)}, not text")
+    if calls is not None:
+        _check_tool_calls(calls, f"{name}.tool_calls")
+    if content is None and not calls:
+        raise BadRecord(f"{name} has no content" + (" and no tool_calls" * (role == "assistant")))
+
+
+def _check_tool_calls(calls: object, name: str) -> None:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRecord(f"{name} is not a list of objects")
+    for index, call in enumerate(calls):
+        function = call_of(call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRecord(f"{name}[{index}] names no function")
+        if not isinstance(function.get("arguments", {}), str | dict):
+            raise BadRecord(f"{name}[{index}] has arguments that are neither an object nor text")
+
+
+def _kind(value: object) -> str:
+    """What a JSON value is, as JSON calls it."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case list():
+            return "a list"
+    return "an object"

@@ -1,0 +1,1 @@
+"""Checkpoints of other formats: reading, the mapping to Megatron's tensors and back, writing."""

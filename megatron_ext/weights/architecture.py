@@ -1,0 +1,171 @@
+"""The shape of a decoder-only transformer as its checkpoint describes it, in one vocabulary.
+
+Every family's config.json is read into this value (`config_json`); the family's table, Megatron's
+arguments and the checks are derived from it.  Sizes are of the whole model, never of a shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_ext.weights.operators import Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding: ``kind`` is Hugging Face's ``rope_type``."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    """Yarn's scale of cosine and sine; 0 = not given."""
+    mscale_all_dim: float = 0.0
+    """Yarn's scale of the softmax; 0 = not given."""
+    attention_factor: float = 0.0
+    """Scale of cosine and sine given outright; 0 = derived from the factor."""
+    is_truncated: bool = True
+    """Whether yarn rounds the borders of its ramp to whole dimensions."""
+    rotated_share: float = 1.0
+    """Share of each head that is rotated."""
+    is_interleaved: bool = False
+    """Whether neighbours form a rotated pair, as in multi-latent attention; else halves do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Groups of experts, of which a token's best few are chosen before its experts."""
+
+    num_groups: int
+    top_groups: int
+    score_experts: int
+    """A group's score is the sum of its best so many experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The mixture-of-experts layers and how tokens are routed in them."""
+
+    num_experts: int
+    top_k: int
+    ffn_size: int
+    sparse_layers: tuple[bool, ...]
+    """For every layer, whether it has experts."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalised: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    scale: float = 1.0
+    """Factor on the weights, after the division."""
+    groups: Groups | None = None
+    """None = all experts can be chosen together."""
+    has_bias: bool = False
+    """Whether a bias is added to the scores for the choice of experts only."""
+    shared_ffn_size: int = 0
+    """Width of the experts that every token passes; 0 = none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-latent attention: ranks of the latents and sizes of a head."""
+
+    query_rank: int
+    """0 = queries are projected directly."""
+    kv_rank: int
+    plain_size: int
+    """Part of a query or key head without position."""
+    rotary_size: int
+    """Part of a query or key head that is rotated; one such key is shared by all heads."""
+    value_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """All that decides which tensors a model has and what it computes with them."""
+
+    family: str
+    """Hugging Face's ``model_type``."""
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_groups: int
+    """Key/value heads."""
+    head_size: int
+    vocab_size: int
+    max_positions: int
+    norm_epsilon: float
+    activation: str
+    tied: bool
+    """Whether the output layer is the embedding."""
+    rope: Rope
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Bias of the attention's output projection."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int = 0
+    """Positions each position sees, in any layer; 0 = all before it."""
+    attention_dropout: float = 0.0
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    @property
+    def untied(self) -> bool:
+        """Whether the output layer has a weight of its own."""
+        return not self.tied
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """For every layer, whether it has experts."""
+        return self.experts.sparse_layers if self.experts else (False,) * self.num_layers
+
+    @property
+    def expert_bias(self) -> bool:
+        """Whether routers have a bias for the choice of experts."""
+        return self.experts is not None and self.experts.has_bias
+
+    @property
+    def shared_experts(self) -> bool:
+        """Whether every token passes through shared experts as well."""
+        return self.experts is not None and self.experts.shared_ffn_size > 0
+
+    @property
+    def query_latent(self) -> bool:
+        """Whether queries come from a latent too."""
+        return self.latent is not None and self.latent.query_rank > 0
+
+    @property
+    def direct_query(self) -> bool:
+        """Whether multi-latent attention projects its queries directly."""
+        return self.latent is not None and self.latent.query_rank == 0
+
+    def shape(self, *names: str) -> Shape:
+        """Sizes by name: a field, or one of the derived sizes below."""
+        sizes = self._derived_sizes()
+        return tuple(sizes[name] if name in sizes else getattr(self, name) for name in names)
+
+    def _derived_sizes(self) -> dict[str, int]:
+        sizes = {"attention_size": self.num_heads * self.head_size}
+        if self.experts:
+            sizes |= {
+                "num_experts": self.experts.num_experts,
+                "expert_ffn_size": self.experts.ffn_size,
+                "shared_ffn_size": self.experts.shared_ffn_size,
+            }
+        if self.latent:
+            head = self.latent.plain_size + self.latent.rotary_size
+            sizes |= {
+                "query_rank": self.latent.query_rank,
+                "kv_rank": self.latent.kv_rank,
+                "kv_down_size": self.latent.kv_rank + self.latent.rotary_size,
+                "query_size": self.num_heads * head,
+                "kv_up_size": self.num_heads * (self.latent.plain_size + self.latent.value_size),
+                "attention_size": self.num_heads * self.latent.value_size,
+            }
+        return sizes

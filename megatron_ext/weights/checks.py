@@ -1,0 +1,178 @@
+"""Opening a checkpoint of any kind, and all that is wrong with it, at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_ext.weights.architecture import Architecture
+from megatron_ext.weights.families import FAMILIES, architecture_of, parameters
+from megatron_ext.weights.gguf_source import GgufSource
+from megatron_ext.weights.operators import Shape
+from megatron_ext.weights.sources import (
+    CheckpointError,
+    SafetensorsSource,
+    TensorInfo,
+    TensorSource,
+    blocks_of,
+    listed,
+)
+
+MAX_MISSING = 1000
+"""Missing tensors after which the comparison stops: the sizes in config.json are wrong then."""
+_HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|rope_freqs\.weight")
+"""Tensors of old checkpoints that are computed, not trained."""
+_MTP = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """An opened checkpoint whose tensors are those of its architecture."""
+
+    source: TensorSource
+    architecture: Architecture
+
+
+def open_source(path: Path) -> TensorSource:
+    """Open a folder of safetensors, one safetensors file, or a GGUF file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return GgufSource(path) if path.suffix == ".gguf" else SafetensorsSource(path)
+
+
+def open_checkpoint(path: Path, *, drop_mtp: bool = False) -> Checkpoint:
+    """Open a checkpoint and check names, shapes and types of all its tensors.
+
+    drop_mtp: leave out multi-token-prediction layers, which are refused otherwise.
+
+    Raises:
+        CheckpointError: it cannot be read or is not what its config.json says.
+    """
+    source = open_source(path)
+    try:
+        architecture = architecture_of(source.config)
+    except ValueError as error:
+        raise CheckpointError(path, [str(error)]) from error
+    problems = tensor_problems(source.tensors, architecture, drop_mtp=drop_mtp)
+    if problems:
+        raise CheckpointError(path, problems)
+    return Checkpoint(source=source, architecture=architecture)
+
+
+def tensor_shapes(architecture: Architecture) -> Iterator[tuple[str, Shape]]:
+    """Every tensor of a checkpoint and its shape, in the order they are written."""
+    for parameter in parameters(architecture):
+        if not parameter.is_copy:
+            yield from parameter.operator.tensors().items()
+
+
+def tensor_problems(
+    tensors: Mapping[str, TensorInfo], architecture: Architecture, *, drop_mtp: bool = False
+) -> list[str]:
+    """Missing, extra, misshapen tensors and types that cannot be moved, one line a kind."""
+    missing, misshapen, extra = [], [], set(tensors)
+    for name, shape in tensor_shapes(architecture):
+        extra.discard(name)
+        if name not in tensors:
+            missing.append(name)
+            if len(missing) == MAX_MISSING:
+                break
+        elif tensors[name].shape != shape:
+            misshapen.append(f"{name} is {list(tensors[name].shape)}, not {list(shape)}")
+    ignored = _ignored(extra, architecture, drop_mtp=drop_mtp)
+    extra -= ignored
+    typed = [f"{n} ({i.dtype})" for n, i in tensors.items() if isinstance(i.dtype, str)]
+    problems = listed(missing, "missing. Download the checkpoint again, or correct config.json")
+    problems += listed(misshapen, "the shapes do not fit config.json. Correct the sizes there")
+    if len(missing) < MAX_MISSING:
+        problems += _extra_problems(sorted(extra), architecture)
+    problems += listed(typed, "types that are not plain numbers. Dequantise the checkpoint first")
+    other = _other_family(tensors, architecture)
+    if problems and other:
+        problems.append(
+            f"the tensor names are those of a {other}, but config.json says "
+            f"{architecture.family}. Use the config.json that belongs to the weights."
+        )
+    return problems
+
+
+def _ignored(extra: set[str], architecture: Architecture, *, drop_mtp: bool) -> set[str]:
+    """Tensors that may be there without a use."""
+    found = {name for name in extra if _HARMLESS.fullmatch(name)}
+    if architecture.tied:
+        found |= extra & {"lm_head.weight"}
+    return found | (_mtp_tensors(extra, architecture) if drop_mtp else set())
+
+
+def _mtp_tensors(names: Iterable[str], architecture: Architecture) -> set[str]:
+    """Tensors of layers behind the last one: they predict further tokens."""
+    matches = ((name, _MTP.match(name)) for name in names)
+    return {
+        name
+        for name, match in matches
+        if match and int(match[1]) >= architecture.num_layers and architecture.latent is not None
+    }
+
+
+def _extra_problems(extra: list[str], architecture: Architecture) -> list[str]:
+    mtp = _mtp_tensors(extra, architecture)
+    problems = listed(
+        [name for name in extra if name not in mtp],
+        f"not part of a {architecture.family}. Correct config.json, or remove them",
+    )
+    problems += listed(
+        sorted(mtp),
+        "multi-token-prediction layers, which are not trained. Ask to drop them "
+        "(--drop-mtp-layers) to go on without",
+    )
+    return problems
+
+
+def _other_family(tensors: Iterable[str], architecture: Architecture) -> str | None:
+    """The family whose table names the tensors best, if it is another one."""
+    kinds = {_kind(name) for name in tensors}
+    families = {name: _kinds(name) for name in FAMILIES}
+    share = {name: len(kinds & own) / len(kinds | own) for name, own in families.items()}
+    best = max(share, key=lambda name: share[name])
+    return best if share[best] > share[architecture.family] else None
+
+
+def _kinds(family: str) -> set[str]:
+    """Names of a family's tensors with the layer and expert left out, by a tiny model of it."""
+    tiny = {
+        "model_type": family,
+        "vocab_size": 2,
+        "hidden_size": 64,
+        "intermediate_size": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 1,
+        "first_k_dense_replace": 1,
+        "mlp_only_layers": [0],
+    }
+    return {_kind(name) for name, _ in tensor_shapes(architecture_of(tiny))}
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
+
+
+def non_finite(source: TensorSource) -> list[str]:
+    """Every tensor with a NaN or an infinity, as one problem; reads all values once."""
+    bad = []
+    for name, info in source.tensors.items():
+        if isinstance(info.dtype, str):
+            continue
+        if not all(torch.isfinite(source.read(block)).all() for block in blocks_of(name, info)):
+            bad.append(name)
+    return listed(
+        bad,
+        "NaN or infinite values. The training that wrote them diverged, or the "
+        "file is damaged: use another checkpoint",
+    )
