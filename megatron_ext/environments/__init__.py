@@ -1,0 +1,1 @@
+"""Where episodes happen: tasks, environments that answer a policy, the runner of many at once."""

@@ -1,0 +1,132 @@
+"""Tasks asked and answered in one turn of text: a prompt or a chat, a response, a grade.
+
+The response is graded as text; the trained ids are those that were sampled, whatever their text.
+Not covered: several turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from megatron_ext.environments.base import Observation, Task
+from megatron_ext.environments.characters import CharacterTokenizer
+from megatron_ext.rewards.base import Verdict
+
+Message = Mapping[str, str]
+"""{"role": ..., "content": ...}"""
+
+
+class AskedTask(Task, Protocol):
+    """A task with a prompt: a plain text, or the messages of a chat."""
+
+    @property
+    def prompt(self) -> str | Sequence[Message]:
+        """What the policy is asked."""
+        ...
+
+
+class Grader(Protocol):
+    """Says what a response is worth; may take its time, and may raise."""
+
+    def __call__(self, task: Any, response: str) -> Verdict:
+        """The verdict on a response, which is the decoded turn without its stop id."""
+        ...
+
+
+class TextCodec(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Token ids that end a response."""
+        ...
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Ids of a prompt, up to where the response begins."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a response."""
+        ...
+
+
+class CharacterCodec:
+    """Plain prompts and responses, one token a character; no chats."""
+
+    def __init__(self, tokenizer: CharacterTokenizer, *, stop: str) -> None:
+        self.stop_ids = frozenset(tokenizer.encode(stop))
+        self._tokenizer = tokenizer
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Ids of a plain prompt."""
+        if not isinstance(prompt, str):
+            raise ValueError("a character tokenizer has no chat format: give tasks a `prompt`.")
+        return self._tokenizer.encode(prompt)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The characters."""
+        return self._tokenizer.decode(ids)
+
+
+class HuggingFaceCodec:
+    """A tokenizer of `transformers` and its chat template."""
+
+    def __init__(self, tokenizer: Any, *, prompts_as_messages: bool = False) -> None:
+        """A codec; prompts_as_messages: a plain prompt becomes one user message."""
+        self._tokenizer = tokenizer
+        self._prompts_as_messages = prompts_as_messages
+        self.stop_ids = frozenset(
+            [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        )
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Ids of a plain prompt as the tokenizer makes them, or of a chat up to the answer."""
+        if isinstance(prompt, str) and not self._prompts_as_messages:
+            return list(self._tokenizer(prompt)["input_ids"])
+        if self._tokenizer.chat_template is None:
+            raise ValueError(
+                "the tokenizer has no chat template: give tasks a `prompt`, and leave out "
+                "--tasks-as-chat."
+            )
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return list(
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, without special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+class TextEnvironment:
+    """Asks, then grades."""
+
+    is_instant = False
+
+    def __init__(self, codec: TextCodec, grade: Grader) -> None:
+        self._codec = codec
+        self._grade = grade
+        self._task: AskedTask | None = None
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Token ids that end the response."""
+        return self._codec.stop_ids
+
+    def reset(self, task: AskedTask, *, seed: int = 0) -> list[int]:
+        """Ids of the prompt; the seed has no effect."""
+        self._task = task
+        return self._codec.encode(task.prompt)
+
+    def step(self, sampled: Sequence[int]) -> Observation:
+        """The reward of the response."""
+        assert self._task is not None, "reset comes before step"
+        ids = sampled[:-1] if sampled and sampled[-1] in self.stop_ids else sampled
+        verdict = self._grade(self._task, self._codec.decode(ids))
+        return Observation(reward=verdict.reward, done=True, warning=verdict.error)

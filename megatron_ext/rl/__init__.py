@@ -1,0 +1,1 @@
+"""The training algorithms: what a step's data and objective are."""

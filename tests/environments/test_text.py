@@ -1,0 +1,131 @@
+"""Prompts and chats through a tokenizer of transformers; the source of --tasks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_ext.environments.arithmetic import ArithmeticSource
+from megatron_ext.environments.arithmetic_tasks import TOKENIZER
+from megatron_ext.environments.base import EpisodeLimits
+from megatron_ext.environments.config import EnvironmentConfig
+from megatron_ext.environments.datasets import TextTask
+from megatron_ext.environments.sources import open_source
+from megatron_ext.environments.text import CharacterCodec, HuggingFaceCodec, TextEnvironment
+from megatron_ext.rewards.base import Verdict
+from megatron_ext.rewards.config import RewardConfig
+from megatron_ext.rewards.verifiers import Verifiers
+from tests.data.tiny_tokenizer import byte_tokenizer
+
+TOKENS = byte_tokenizer()
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"})
+CODEC = CharacterCodec(TOKENIZER, stop=".")
+
+
+def test_a_plain_prompt_is_encoded_as_it_is():
+    codec = HuggingFaceCodec(TOKENS)
+    assert TOKENS.decode(codec.encode("1+1?")) == "1+1?"
+
+
+def test_a_chat_ends_where_the_answer_begins():
+    ids = HuggingFaceCodec(TOKENS).encode(CHAT)
+    assert TOKENS.decode(ids) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    as_chat = HuggingFaceCodec(TOKENS, prompts_as_messages=True)
+    assert as_chat.encode("1+1?") == as_chat.encode(CHAT[1:])
+
+
+def test_a_chat_needs_a_template():
+    with pytest.raises(ValueError, match="the tokenizer has no chat template: give tasks a"):
+        HuggingFaceCodec(byte_tokenizer(template=None)).encode(CHAT)
+
+
+@pytest.mark.parametrize(("said", "seen"), [("2é<|im_end|>", "2é"), ("2é", "2é"), ("", "")])
+def test_the_grader_sees_the_response_without_its_stop(said, seen):
+    responses = []
+
+    def grade(task, response):
+        responses.append((task.id, response))
+        return Verdict(reward=0.25, error="tired")
+
+    environment = TextEnvironment(HuggingFaceCodec(TOKENS), grade)
+    task = TextTask(id="a", prompt="1+1?", answer="2", verifier="exact")
+    assert environment.reset(task, seed=1) == HuggingFaceCodec(TOKENS).encode("1+1?")
+    answer = environment.step(TOKENS(said)["input_ids"])
+    assert (answer.reward, answer.done, answer.warning) == (0.25, True, "tired")
+    assert responses == [("a", seen)]
+    assert environment.stop_ids == {TOKENS.eos_token_id}
+
+
+@pytest.fixture
+def verify():
+    """Verifiers that start no process."""
+    with Verifiers(RewardConfig()) as verifiers:
+        yield verifiers
+
+
+def test_the_built_in_tasks_need_no_tokenizer(verify):
+    assert isinstance(open_source(EnvironmentConfig(), codec=None, verify=verify), ArithmeticSource)
+
+
+def test_files_of_tasks(verify, tmp_path):
+    paths = {}
+    for name in ("tasks", "eval_tasks"):
+        paths[name] = tmp_path / f"{name}.jsonl"
+        task = {"prompt": "Q1b+1?", "answer": 2, "verifier": "exact", "id": name}
+        paths[name].write_text(json.dumps(task))
+    config = EnvironmentConfig(**{name: str(path) for name, path in paths.items()})
+    source = open_source(config, codec=CODEC, verify=verify)
+    assert (source.train(3).id, source.held_out(1)[0].id) == ("tasks", "eval_tasks")
+
+
+@pytest.mark.parametrize(
+    ("options", "codec", "problem"),
+    [
+        (
+            {"tasks": "nowhere.jsonl"},
+            CODEC,
+            "--tasks nowhere.jsonl is no file: give a JSONL file, ",
+        ),
+        ({"tasks": "nowhere.jsonl"}, None, "--tasks nowhere.jsonl are texts: name a tokenizer"),
+        ({"tasks": __file__}, CODEC, "line 1: is not JSON"),
+    ],
+)
+def test_tasks_that_cannot_be_had_are_an_error(verify, options, codec, problem):
+    with pytest.raises(ValueError, match=problem):
+        open_source(EnvironmentConfig(**options), codec=codec, verify=verify)
+
+
+def test_a_prompt_without_ids_is_said_before_training(verify, tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps({"prompt": "why?", "answer": 2, "verifier": "exact"}))
+    with pytest.raises(ValueError, match="is not in the vocabulary"):
+        open_source(EnvironmentConfig(tasks=str(path)), codec=CODEC, verify=verify)
+
+
+def test_limits_are_those_of_the_options():
+    config = EnvironmentConfig(max_turns=3, max_turn_tokens=9)
+    assert config.limits(max_new_tokens=20, max_context=50) == EpisodeLimits(
+        max_new_tokens=20, max_context=50, max_turns=3, max_turn_tokens=9
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "problems"),
+    [
+        ({}, []),
+        ({"tasks": "a.jsonl", "eval_tasks": "b.jsonl"}, []),
+        ({"eval_tasks": "b.jsonl"}, ["--eval-tasks b.jsonl has no effect with --tasks arithmetic"]),
+        (
+            {"max_turns": -1, "environment_workers": 0},
+            ["--max-turns -1 is negative", "--environment-workers 0 leaves no environment"],
+        ),
+    ],
+)
+def test_options(options, problems):
+    found = EnvironmentConfig(**options).problems()
+    assert len(found) == len(problems)
+    assert all(text.startswith(start) for text, start in zip(found, problems, strict=True))
