@@ -1,0 +1,222 @@
+"""Configs -> flags -> configs: every option of ours beside Megatron's, parsed and checked together.
+
+Each room declares its options once, in a frozen dataclass; Megatron's ``ArgumentGroupFactory``
+turns the fields into flags.  After parsing, rooms get their config and Megatron gets its own
+namespace, which nobody of ours changes any more.
+Invariant the tests check: whatever the words, ``parse`` returns or ends in status 2 with every
+mismatch in one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import logging
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config import set_experimental_flag
+from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.training import global_vars
+from megatron.training.argument_utils import ArgumentGroupFactory, core_transformer_config_from_args
+from megatron.training.arguments import add_megatron_arguments, validate_args
+
+from megatron_ext.data.config import DataConfig
+from megatron_ext.logprobs.config import LogProbsConfig
+from megatron_ext.packing.config import PackingConfig
+from megatron_ext.parallel.config import ParallelConfig
+from megatron_ext.report.config import ReportConfig
+from megatron_ext.rollout.config import RolloutConfig
+from megatron_ext.upstream.command_line import CommandLine
+from megatron_ext.upstream.config import CheckpointConfig, JobConfig
+from megatron_ext.upstream.hf_flags import checkpoint_values
+from megatron_ext.upstream.machine import Machine, machine_defaults, this_machine
+from megatron_ext.upstream.validation import problems
+from megatron_ext.upstream.validation_support import idle_flags
+from megatron_ext.upstream.validation_training import BYTE_VOCABULARY
+from megatron_ext.weights.checks import open_checkpoint
+
+logger = logging.getLogger(__name__)
+
+CONFIGS = {
+    "job": JobConfig,
+    "rollout": RolloutConfig,
+    "data": DataConfig,
+    "packing": PackingConfig,
+    "logprobs": LogProbsConfig,
+    "parallel": ParallelConfig,
+    "checkpoint": CheckpointConfig,
+    "report": ReportConfig,
+}
+"""Our option groups, in the order ``--help`` shows them."""
+_MEGATRON_REFUSES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    SystemExit,  # of --checkpoint-activations, with status 0
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Everything a run was told: Megatron's namespace (read only) and one config per room."""
+
+    megatron: argparse.Namespace
+    job: JobConfig
+    rollout: RolloutConfig
+    data: DataConfig
+    packing: PackingConfig
+    logprobs: LogProbsConfig
+    parallel: ParallelConfig
+    checkpoint: CheckpointConfig
+    report: ReportConfig
+
+    def as_record(self) -> dict[str, object]:
+        """Every option and its value, ours included, for the run's record."""
+        return {name: value for name, value in vars(self.megatron).items() if name[0] != "_"}
+
+
+@cache
+def build_parser(machine: Machine | None = None) -> CommandLine:
+    """Megatron's parser with our option groups, and the defaults of a machine (None = this one)."""
+    parser = CommandLine(
+        prog="pretrain_rl.py",
+        usage="torchrun --nproc-per-node RANKS pretrain_rl.py [options]",
+        description="Reinforcement-learning post-training on Megatron-Core. Options of "
+        "megatron-ext come first in their own groups ('megatron-ext: ...'), then Megatron's.",
+    )
+    for name, config in CONFIGS.items():
+        ArgumentGroupFactory(config).build_group(parser, title=f"megatron-ext: {name}")
+    add_megatron_arguments(parser)
+    parser.set_defaults(**machine_defaults(machine or this_machine()))
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Parse and check a command line; Megatron's globals are set to it.
+
+    On any mismatch prints all of them in one message and exits with status 2, as argparse does.
+    """
+    parser, words = build_parser(), sys.argv[1:] if argv is None else list(argv)
+    parsed, bad_values, unknown = parser.read(words)
+    if bad_values:
+        parser.refuse(bad_values + unknown)
+    args = copy.deepcopy(parsed)  # defaults that are lists belong to the parser
+    args.rank = int(os.environ.get("RANK", "0"))
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    configs, wrong = _configs(args)
+    given = parser.given(words)
+    wrong += _take_from_checkpoint(args, given)
+    wrong += unknown + problems(args, configs, given=given, machine=this_machine())
+    if not wrong:
+        _fill_in(args)
+        wrong += _megatron_problems(args, parser)
+    if wrong:
+        parser.refuse(wrong)
+    idle = idle_flags(given)
+    if idle and args.rank == 0:
+        logger.warning("of Megatron's own training loop, no effect here: %s", ", ".join(idle))
+    return Options(megatron=args, **configs)
+
+
+def _take_from_checkpoint(args: argparse.Namespace, given: Any) -> list[str]:
+    """Set the architecture flags that --hf-model fixes; what speaks against it, as sentences."""
+    if not args.hf_model:
+        return []
+    try:
+        checkpoint = open_checkpoint(Path(args.hf_model), drop_mtp=args.drop_mtp_layers)
+        values = checkpoint_values(args, given, architecture=checkpoint.architecture)
+    except ValueError as error:
+        return [str(error)]
+    for name, value in values.items():
+        setattr(args, name, value)
+    return []
+
+
+def _configs(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The configs of our rooms, and what is wrong with those that refuse their values."""
+    configs: dict[str, Any] = {}
+    wrong: list[str] = []
+    for name, config in CONFIGS.items():
+        try:
+            configs[name] = config(**{f.name: getattr(args, f.name) for f in fields(config)})
+        except ValueError as error:
+            wrong.append(str(error))
+    return configs, wrong
+
+
+def _fill_in(args: argparse.Namespace) -> None:
+    """Values that follow from others.
+
+    The padded vocabulary is the same for every power of two of tensor-parallel ranks, so that
+    checkpoints fit all those layouts.  Without --save-interval only the last step is saved.
+    """
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.vocab_size is None:
+        args.vocab_size = BYTE_VOCABULARY
+    if args.padded_vocab_size is None:
+        multiple = lcm(args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
+        args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    if args.save is not None and args.save_interval is None:
+        args.save_interval = args.train_iters
+
+
+def _megatron_problems(args: argparse.Namespace, parser: CommandLine) -> list[str]:
+    """Megatron's own checks and derived values, its globals set; what it refuses as a sentence.
+
+    Its 800-line print-out goes to the debug log.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            MultiStorageClientFeature.disable()
+            validate_args(args)
+            core_transformer_config_from_args(args)
+            _set_globals(args)
+    except _MEGATRON_REFUSES as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        reason = " ".join(str(error).split()) or f"it requires {where.line}"
+        known = {action.dest: action.option_strings[0] for action in parser._actions}
+        named = re.sub(r"\b[a-z0-9]+(_[a-z0-9]+)+\b", lambda m: known.get(m[0], m[0]), reason)
+        return [f"Megatron refuses these options: {named} ({type(error).__name__})."]
+    logger.debug("%s", printed.getvalue())
+    return []
+
+
+def _set_globals(args: argparse.Namespace) -> None:
+    """Those of Megatron's globals that its model, optimizer and checkpoints look up.
+
+    Not its own TensorBoard and wandb writers: a run has one record, the report's.
+    """
+    global_vars.unset_global_variables()
+    global_vars.set_args(args)
+    init_num_microbatches_calculator(
+        rank=args.rank,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size * args.gtp_weight_remat_size,
+        decrease_batch_size_if_needed=False,
+    )
+    global_vars._set_timers(args)
+    set_experimental_flag(args.enable_experimental)

@@ -1,0 +1,49 @@
+"""Our microbatches as Megatron takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_ext.packing.types import Microbatch
+
+
+def to_device(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    """The microbatches on this rank's device."""
+    if not torch.cuda.is_available():
+        return list(microbatches)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return [
+        replace(
+            m,
+            tokens_BS=m.tokens_BS.to(device, non_blocking=True),
+            positions_BS=m.positions_BS.to(device, non_blocking=True),
+            labels_BS=m.labels_BS.to(device, non_blocking=True),
+            weights_BS=m.weights_BS.to(device, non_blocking=True),
+            cu_seqlens=None if m.cu_seqlens is None else m.cu_seqlens.to(device),
+            extras={name: values.to(device) for name, values in m.extras.items()},
+        )
+        for m in microbatches
+    ]
+
+
+def packed_params(microbatch: Microbatch) -> PackedSeqParams | None:
+    """Megatron's description of a packed row; None for padded rows.
+
+    The longest segment is stated exactly: Megatron restarts rotary positions only if it differs
+    from
+    the length of the row.
+    """
+    if microbatch.cu_seqlens is None:
+        return None
+    longest = int(microbatch.cu_seqlens.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=microbatch.cu_seqlens,
+        cu_seqlens_kv=microbatch.cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

@@ -1,0 +1,74 @@
+"""Every mismatch of a command line that can be seen before a model is built, as sentences.
+
+Megatron checks much of this as well, but stops at its first assertion, often without naming a flag;
+what it alone knows still ends in one line (``arguments.py``).
+Invariant the tests check: a command line without problems is one that Megatron's parser and model
+configuration take; one with several has all of them listed.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_ext.upstream.command_line import GivenFlag
+from megatron_ext.upstream.machine import Machine
+from megatron_ext.upstream.validation_layout import layout_problems, sizes_below_one
+from megatron_ext.upstream.validation_support import support_problems
+from megatron_ext.upstream.validation_training import training_problems
+
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "train_iters", "lr")
+
+
+def problems(
+    args: Namespace,
+    configs: Mapping[str, Any],
+    *,
+    given: Sequence[GivenFlag],
+    machine: Machine,
+) -> list[str]:
+    """Every mismatch as one sentence with flag, value, relation and remedy; empty when all fits.
+
+    configs: of our rooms, by name; one that could not be made for its own problems is left out.
+    """
+    no_sizes = sizes_below_one(args)
+    found = [*_required(args), *no_sizes, *support_problems(args, given, machine=machine)]
+    if not no_sizes:
+        found += layout_problems(args) + training_problems(args)
+    if "data" in configs:
+        found += configs["data"].problems(
+            tokenizer_model=args.tokenizer_model, eval_interval=args.eval_interval
+        )
+    if "checkpoint" in configs:
+        found += configs["checkpoint"].problems()
+    if "packing" in configs and not no_sizes:
+        found += configs["packing"].problems(
+            seq_length=args.seq_length or 1,
+            sequence_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        )
+    if "parallel" in configs and configs["parallel"].scatter_gather_pipeline_tensors:
+        found += _scatter_gather_problems(args)
+    return found
+
+
+def _required(args: Namespace) -> list[str]:
+    missing = [f"--{name.replace('_', '-')}" for name in _REQUIRED if getattr(args, name) is None]
+    if args.tokenizer_type is not None and args.vocab_size is None:
+        missing.append("--vocab-size")
+    return [f"missing {', '.join(missing)}: no default would fit."] if missing else []
+
+
+def _scatter_gather_problems(args: Namespace) -> list[str]:
+    flag = "--scatter-gather-pipeline-tensors"
+    if args.tensor_model_parallel_size == 1 or args.pipeline_model_parallel_size == 1:
+        return [
+            f"{flag} needs --tensor-model-parallel-size and --pipeline-model-parallel-size > 1: "
+            "there is nothing to scatter or no boundary to send over."
+        ]
+    if args.sequence_parallel:
+        return [
+            f"{flag} and --sequence-parallel: boundary tensors are 1/t already under sequence "
+            "parallelism; drop one of the two."
+        ]
+    return []

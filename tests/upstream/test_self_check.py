@@ -1,0 +1,136 @@
+"""The self-check passes for a sound checkpoint on its layout, and fails for a changed one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from safetensors.torch import load_file, save_file
+
+from megatron_ext.upstream import self_check
+from megatron_ext.upstream.cpu import device_mode
+from megatron_ext.upstream.evaluate import parse_for_evaluation
+from megatron_ext.upstream.self_check import LINES, Line, run_checks
+from megatron_ext.upstream.self_check_setup import Setup, open_setup
+from tests.ranks import RankPool
+from tests.weights.tiny_models import MODELS, save
+from tools.self_check import table_row
+
+TRANSFORMERS = "log-probs equal transformers'"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("self-check") / "llama"
+    save(MODELS["llama"], path)
+    return path
+
+
+def opened(model: Path, *, reference: Path | None, scratch: Path, flags: str = "") -> Setup:
+    """The set-up of a checkpoint; call it inside ``device_mode()``."""
+    words = ["--hf-model", str(model), "--tokenizer-type", "NullTokenizer", *flags.split()]
+    options = parse_for_evaluation(words, seq_length=48)
+    return open_setup(options, reference=reference, scratch_dir=scratch)
+
+
+def checked(model: Path, reference: Path, scratch: Path, flags: str) -> list[Line]:
+    with device_mode():
+        return list(run_checks(opened(model, reference=reference, scratch=scratch, flags=flags)))
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (1, ""),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    ],
+    ids=["one rank", "tp2 sp", "pp2 vpp2"],
+)
+def test_sound_checkpoint_passes(
+    ranks: RankPool, folder: Path, tmp_path: Path, size: int, flags: str
+):
+    results = ranks(size).run(checked, folder, folder, tmp_path, flags, timeout=110)
+    for lines in results:
+        assert lines == results[0] and len(lines) == len(LINES)
+        assert [line for line in lines if not line.passed] == []
+        assert all(line.number != "-" for line in lines)
+
+
+def change_rope_base(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 50_000.0
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_one_weight(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][0] *= 1.5
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def first_line(models: list[Path], reference: Path, scratch: Path) -> list[Line]:
+    """The comparison with transformers for each checkpoint, all of one architecture."""
+    lines = []
+    with device_mode():
+        for model in models:
+            setup = opened(model, reference=reference, scratch=scratch)
+            lines.append(self_check.against_transformers(setup))
+    return lines
+
+
+@pytest.mark.parametrize("change", [change_rope_base, change_one_weight])
+def test_changed_checkpoint_fails(
+    ranks: RankPool, folder: Path, tmp_path: Path, change: Callable[[Path], None]
+):
+    changed = tmp_path / "changed"
+    shutil.copytree(folder, changed)
+    change(changed)
+    ((line,),) = ranks(1).run(first_line, [changed], folder, tmp_path, timeout=110)
+    assert line.name == TRANSFORMERS and not line.passed
+    assert "FAIL" in table_row(line) and "rope_theta" in table_row(line)
+
+
+def hear_padding(setup: Setup) -> Line:
+    """The vocabulary is taken to be as large as with its padding."""
+    vars(setup.stepper)["vocab_size"] = setup.options.megatron.padded_vocab_size
+    return self_check.padding_is_masked(setup)
+
+
+def lose_a_weight(setup: Setup) -> Line:
+    """A weight that no checkpoint holds."""
+    model: Any = setup.stepper.model.bare_chunks[0]
+    weight = model.decoder.final_layernorm.weight
+    whole = GPTModel.sharded_state_dict
+
+    def without_final_norm(self: GPTModel, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = whole(self, *args, **kwargs)
+        return {key: value for key, value in state.items() if "final_layernorm" not in key}
+
+    model.sharded_state_dict = without_final_norm.__get__(model)
+    load = model.load_state_dict
+    model.load_state_dict = lambda state, strict: load(state, strict=False)
+    assert weight.abs().min() > 0
+    return self_check.checkpoint_round_trip(setup)
+
+
+def broken_lines(model: Path, scratch: Path) -> list[Line]:
+    with device_mode():
+        setup = opened(model, reference=None, scratch=scratch)
+        before = [p.clone() for p in setup.stepper.model.chunks[0].parameters()]
+        lines = [lose_a_weight(setup), hear_padding(setup)]
+        after = setup.stepper.model.chunks[0].parameters()
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        return lines
+
+
+def test_broken_round_trip_and_mask_fail(ranks: RankPool, folder: Path, tmp_path: Path):
+    ((round_trip, mask),) = ranks(1).run(broken_lines, folder, tmp_path)
+    assert not round_trip.passed and round_trip.number.startswith("1 of")
+    assert not mask.passed
