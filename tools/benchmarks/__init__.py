@@ -1,0 +1,1 @@
+"""What `tools/benchmark.py` runs: one module a subcommand, with `add_arguments` and `run`."""
