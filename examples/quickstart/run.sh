@@ -11,7 +11,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/../../tools/setup_env.sh"
 setup_environment
 output_folder outputs/quickstart
 
-# A Llama of 0.8 million parameters on two tensor-parallel ranks, trained on the text beside this file.
+# A Llama of 0.75 million parameters on two tensor-parallel ranks, trained on the text beside this file.
 FLAGS=(
   --train-data examples/quickstart/text.txt
   --num-layers 4 --hidden-size 128 --num-attention-heads 8 --ffn-hidden-size 352
