@@ -37,6 +37,7 @@ SIXTEENS = (
     [15, 15, 16, 17, 18, 18, 19, 20, 21, 22, 24, 25, 27, 30, 33, 35],
 )
 """Policy tokens of the episodes; the sums are those of seed document 000, sorted by length."""
+KINDS: dict[str, LossNormalization] = {"local": "row-mean", "global": "global-token-mean"}
 TURN = 6
 VOCAB_SIZE = 64
 MODEL = (
@@ -80,7 +81,7 @@ def compare(stepper: Stepper) -> dict[str, dict]:
     for name, microbatches in splits.items():
         tokens = [sum(int(samples[i].mask.sum()) for i in members) for members in microbatches]
         found[name] = {"policy_tokens": tokens, "token_weights": local_mean_token_weights(tokens)}
-        for kind, mode in (("local", "row-mean"), ("global", "global-token-mean")):
+        for kind, mode in KINDS.items():
             mine = gradient(stepper, samples, microbatches, mode=mode)
             found[name][kind] = {
                 "relative_error": float((mine - plain).norm() / plain.norm()),
@@ -136,7 +137,7 @@ def as_text(numbers: dict[str, dict]) -> str:
         lines += [
             f"{name:<13} {kind:<6} | policy tokens {split['policy_tokens']} | relative error "
             f"{split[kind]['relative_error']:.1e} | cosine {split[kind]['cosine']:.4f}"
-            for kind in ("local", "global")
+            for kind in KINDS
         ]
         weights = [round(weight, 2) for weight in split["token_weights"]]
         lines.append(f"{name:<13} local  | weight of a token against the right one: {weights}")
@@ -154,8 +155,8 @@ def draw(numbers: dict[str, dict], file: Path) -> None:
     left.set_xlabel("microbatch")
     left.set_ylabel("weight of a token")
     left.legend(fontsize=8)
-    names = [f"{name}\n{kind}" for name in numbers for kind in ("local", "global")]
-    errors = [numbers[n][k]["relative_error"] for n in numbers for k in ("local", "global")]
+    names = [f"{name}\n{kind}" for name in numbers for kind in KINDS]
+    errors = [numbers[n][k]["relative_error"] for n in numbers for k in KINDS]
     right.bar(names, errors, color="#c44e52")
     right.set_yscale("log")
     right.set_ylabel("relative error of the gradient")

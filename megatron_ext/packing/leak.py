@@ -36,7 +36,7 @@ def packing_errors(
     """
     layout = RowLayout(pad_to_multiple=pad_to_multiple)
     alone = [_logprobs(logprobs_of, [sample], layout, way=RIGHT)[0] for sample in samples]
-    errors = dict.fromkeys((*WRONG, RIGHT), 0.0)
+    errors: dict[str, float] = {way: 0.0 for way in (*WRONG, RIGHT)}
     for members in pack([len(sample.tokens) for sample in samples], capacity):
         row = [samples[i] for i in members]
         for way in errors:

@@ -20,7 +20,7 @@ from torch import Tensor
 class RowRotary(torch.nn.Module):
     """Megatron's rotary embedding (plain or YaRN) that knows the borders of the row it is for."""
 
-    def __init__(self, rotary: torch.nn.Module) -> None:
+    def __init__(self, rotary: Any) -> None:
         super().__init__()
         self.rotary = rotary
         self._packed: PackedSeqParams | None = None
@@ -51,7 +51,7 @@ def positions_in_segments(cu_seqlens: Tensor) -> Tensor:
 def rotate_rows_at_once(chunks: Sequence[MegatronModule]) -> list[MegatronModule]:
     """Give bare model chunks `RowRotary`, where they rotate by themselves and not in attention."""
     for chunk in chunks:
-        config = chunk.config
+        config: Any = chunk.config
         if (
             getattr(chunk, "position_embedding_type", None) in ("rope", "yarn")
             and not config.multi_latent_attention

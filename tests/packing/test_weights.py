@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from megatron_ext.packing import loss_weights
 from megatron_ext.packing.weights import local_mean_token_weights, turns_from_mask
-from tests.references import normalized_loss
+from tests.references import local_mean_loss, normalized_loss
 
 MODES = ("token-sum", "global-token-mean", "row-mean", "sample-mean", "turn-mean", "constant")
 MAX_LENGTH = 7
@@ -187,6 +187,21 @@ def test_seed_token_weights_of_a_mean_of_microbatch_means():
     weights = local_mean_token_weights([96, 112, 180, 355])
     assert [f"{w:.2f}" for w in weights] == ["1.93", "1.66", "1.03", "0.52"]
     assert local_mean_token_weights([3, 3]) == [1, 1]
+
+
+def test_a_mean_of_microbatch_means_is_the_row_mean_and_weighs_tokens_as_stated():
+    """The gradient says it too: a token of each microbatch against the same in a global mean."""
+    masks = [mask(0, *[1] * n) for n in (2, 1, 4, 1)]
+    microbatches = [[0, 1], [2], [3]]
+    losses = [torch.rand(len(m), dtype=torch.float64).requires_grad_() for m in masks]
+    law = loss_weights(masks, microbatches=microbatches, mode="row-mean", dtype=torch.float64)
+    local = local_mean_loss(losses, masks, microbatches=microbatches)
+    assert_close(step_loss(losses, law), local, rtol=1e-12, atol=0)
+    tokens = law.num_trained
+    per_token = [g[1] * sum(tokens) for g in torch.autograd.grad(local, losses)]
+    stated = local_mean_token_weights(tokens)
+    wanted = [stated[m] for m, members in enumerate(microbatches) for _ in members]
+    assert [float(x) for x in per_token] == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(

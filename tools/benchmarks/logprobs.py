@@ -41,8 +41,8 @@ def run(options: Namespace) -> dict[str, object]:
         "seconds": {way: of_way["seconds"] for way, of_way in found.items()},
         "peak_ratio": tiles["peak"] / full["peak"],
         "time_ratio": tiles["seconds"] / full["seconds"],
-        "largest_difference": float(abs(tiles["logprobs"] - full["logprobs"]).max()),
-        "largest_relative_gradient_difference": float(
+        "value_difference": float(abs(tiles["logprobs"] - full["logprobs"]).max()),
+        "gradient_difference": float(
             abs(tiles["gradient"] - full["gradient"]).max() / abs(full["gradient"]).max()
         ),
     }

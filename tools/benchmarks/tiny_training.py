@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from megatron_ext.packing import PackingConfig, Sample
 from megatron_ext.packing.plan import ReplicaLayout, StepPlan, plan_step
 from megatron_ext.upstream.arguments import parse
 from megatron_ext.upstream.cpu import device_mode
-from megatron_ext.upstream.layout import Layout, close_layout, open_layout
+from megatron_ext.upstream.layout import close_layout, open_layout
 from megatron_ext.upstream.microbatches import to_device
 from megatron_ext.upstream.model import build_trainable
 from megatron_ext.upstream.step import Stepper, build_stepper
@@ -83,10 +84,10 @@ def tiny_training(options: Namespace, *, seq_length: int) -> Iterator[TinyTraini
     quiet_libraries()
     torch.set_num_threads(1)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with device_mode():
+    with tempfile.TemporaryDirectory() as folder, device_mode():
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         parsed = parse(flags)
-        layout: Layout = open_layout(parsed.megatron)
+        layout = open_layout(parsed.megatron)
         model = build_trainable(parsed.megatron, layout)
         yield TinyTraining(
             stepper=build_stepper(parsed, model=model, layout=layout),
