@@ -38,8 +38,11 @@ PRELOAD = (
     "megatron.core.models.gpt",
     "megatron.training",
     "megatron_ext.upstream.*",
+    "megatron.core.models.mimo",
+    "megatron_ext.upstream.arguments:build_parser",
 )
-"""What every rank has imported before it starts; `package.*` = all modules of the package."""
+"""What every rank has imported before it starts; `package.*` = all modules of the package,
+`module:function` = what the function caches."""
 MAX_RANKS = 8
 STARTUP_SECONDS = 300.0
 """For the zygote's imports: 6 s warm, more than a minute from a cold disk."""

@@ -56,12 +56,18 @@ class Exit:
 
 
 def preload(names: Iterable[str]) -> Ready:
-    """Import modules (`package.*`: all modules of a package); broken ones are left to the ranks."""
+    """Import modules (`package.*`: all modules of a package); broken ones are left to the ranks.
+
+    `module:function` also calls the function, which caches what every rank would work out.
+    """
     skipped: dict[str, str] = {}
 
     def load(name: str) -> None:
         with Attempt() as attempt:
-            importlib.import_module(name)
+            name, _, function = name.partition(":")
+            module = importlib.import_module(name)
+            if function:
+                getattr(module, function)()
         if attempt.error is not None:
             skipped[name] = attempt.traceback()
 

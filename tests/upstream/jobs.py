@@ -22,15 +22,16 @@ from pretrain_rl import replica_of
 VOCAB_SIZE = 250
 SEQ_LENGTH = 24
 DENSE = (
-    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
     f"--num-query-groups 2 --ffn-hidden-size 48 --seq-length {SEQ_LENGTH} "
     f"--vocab-size {VOCAB_SIZE} "
     "--tokenizer-type NullTokenizer --position-embedding-type rope --swiglu "
     "--normalization RMSNorm --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 "
     "--init-method-std 0.1 "
-    "--train-iters 3 --lr 1e-3 --adam-eps 1e-5 --global-batch-size 16 --clip-grad 0.5 --seed 5"
+    "--train-iters 3 --lr 1e-3 --adam-eps 1e-5 --global-batch-size 8 --clip-grad 0.5 --seed 5"
 ).split()
 LLAMA = [*DENSE, "--untie-embeddings-and-output-weights"]
+DEEP = [*LLAMA, "--num-layers", "8"]
 MOE = [
     *LLAMA,
     *["--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none"],
@@ -38,9 +39,9 @@ MOE = [
 
 
 def fixed_batch() -> list[Sample]:
-    """Sixteen ragged sequences of 3 to 24 tokens, half of whose tokens are trained."""
+    """Eight ragged sequences of 3 to 24 tokens, half of whose tokens are trained."""
     generator = torch.Generator().manual_seed(7)
-    lengths = torch.randint(3, SEQ_LENGTH + 1, (16,), generator=generator).tolist()
+    lengths = torch.randint(3, SEQ_LENGTH + 1, (8,), generator=generator).tolist()
     return [
         Sample(
             tokens=torch.randint(0, VOCAB_SIZE, (n,), generator=generator),
@@ -123,7 +124,7 @@ def train_from(flags: list[str], initial: Path, out: Path) -> dict[str, object]:
                 if options.megatron.use_distributed_optimizer:
                     gather_sharded_gradients(model)
                 save_gradients(model, layout, out / "gradients")
-            norms.append(update(model, layout, num_samples=16).grad_norm)
+            norms.append(update(model, layout, num_samples=8).grad_norm)
         model.settle_parameters()
         save_weights(model.bare_chunks, layout, folder=out / "weights")
         return {

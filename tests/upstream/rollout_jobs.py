@@ -110,7 +110,7 @@ def train_and_sample(flags: list[str], *, samples: bool) -> tuple[list[float], l
                 gaps.append(largest_gap(stepper, requests, completions))
             assert [_mode(chunk) for chunk in model.chunks] == modes
             losses.append(forward_backward(options, stepper, fixed_batch()))
-            update(model, layout, num_samples=16)
+            update(model, layout, num_samples=8)
         return losses, gaps
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 from megatron_ext.data.order import SampleOrder
 from megatron_ext.upstream.checkpoint_folder import folder_of
+from tests.marks import slow_except
 from tests.ranks import RankPool
 from tests.upstream import checkpoint_jobs as jobs
 from tests.upstream.checkpoint_jobs import DROPOUT, EXACT, MOE
@@ -41,16 +40,10 @@ OTHER_LAYOUTS = {
 }
 """Two layouts, one after the other, of a run that began and goes on in parallel on one process."""
 LOSS = 1e-6  # fp32: the same sums in another order
-SLOW = {"dp2 bf16", "dp2 overlap", "ep2", "pp2, then tp2"}
-"""Others cover most of these: not in the quick part."""
+QUICK = {"single", "dp2 overlap bf16", "tp2 pp2 vpp2 sp"}
 
 
-def names(layouts: Iterable[str]) -> list[ParameterSet]:
-    """Parameters of a test, the slow ones marked."""
-    return [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in layouts]
-
-
-@pytest.mark.parametrize("name", names(SAME_LAYOUT))
+@pytest.mark.parametrize("name", slow_except(QUICK, SAME_LAYOUT))
 def test_resumed_equals_uninterrupted_bit_for_bit(ranks: RankPool, tmp_path: Path, name: str):
     """Dropout and lines of different lengths: the random states of data-parallel ranks differ."""
     size, layout = SAME_LAYOUT[name]
@@ -75,7 +68,7 @@ def single(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory):
     return runs
 
 
-@pytest.mark.parametrize("name", names(OTHER_LAYOUTS))
+@pytest.mark.parametrize("name", slow_except(QUICK, OTHER_LAYOUTS))
 def test_resumed_on_other_layouts_equals_one_process(
     ranks: RankPool, tmp_path: Path, single: dict[str, Path], name: str
 ):
@@ -111,6 +104,7 @@ def test_next_samples_after_a_resume(ranks: RankPool, tmp_path: Path):
     assert order.take(4, 2) == order.take(0, 10)[4:6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, flags", [(1, ""), (2, f"{TP2_SP} {DISTRIBUTED}")])
 def test_megatron_loads_ours_and_we_load_megatrons(
     ranks: RankPool, tmp_path: Path, size: int, flags: str

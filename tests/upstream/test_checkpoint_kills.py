@@ -106,6 +106,7 @@ def test_killed_in_every_save_and_started_again(ranks: RankPool, tmp_path: Path)
     assert_equal_ends(ranks, killed, whole)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before(ranks: RankPool, tmp_path: Path):
     whole, short = tmp_path / "whole", tmp_path / "short"
     ranks(2).run(jobs.train, jobs.flags_of(whole, *DROPOUT))

@@ -97,6 +97,7 @@ def is_same(folder: Path, other: Path) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [TP2, PP2])
 def test_megatron_loads_it_on_any_layout(
     ranks: RankPool, models: dict[Path, Tensor], converted: Path, flags: str
@@ -143,6 +144,7 @@ def interrupted(folder: Path, target: Path, how: str) -> list[str]:
     return [path.name for path in target.parent.iterdir()]
 
 
+@pytest.mark.slow
 def test_an_interrupted_conversion_leaves_nothing_that_looks_complete(
     ranks: RankPool, models: dict[Path, Tensor], tmp_path: Path
 ):

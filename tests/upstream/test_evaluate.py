@@ -24,6 +24,7 @@ from megatron_ext.upstream.evaluate import (
 )
 from megatron_ext.weights.checks import open_checkpoint
 from megatron_ext.weights.operators import Block
+from tests.marks import slow_except
 from tests.ranks import RankPool
 from tests.weights.tiny_models import BASE, MODELS, save
 
@@ -90,7 +91,7 @@ def score(folder: Path, flags: str) -> list[TokenScores]:
         ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except({"pp2 vpp2"}, LAYOUTS))
 def test_scores_are_those_of_transformers(ranks: RankPool, folder: Path, layout: str):
     size, flags = LAYOUTS[layout]
     results = ranks(size).run(score, folder, flags)
@@ -114,6 +115,7 @@ def score_and_save(folder: Path, saved: Path) -> TokenScores:
         return score_windows(options, stepper, tokens=text(), windows=windows_of(6))
 
 
+@pytest.mark.slow
 def test_load_goes_before_hf_model(ranks: RankPool, folder: Path, tmp_path: Path):
     (expected,) = ranks(1).run(score_and_save, folder, tmp_path)
     flags = f"--load {tmp_path} --pipeline-model-parallel-size 2"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.marks import slow_except
 from tests.ranks import RankPool
 from tests.upstream.hf_jobs import (
     embedding_and_output,
@@ -47,7 +48,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=pytest.mark.slow if "ep2 sp" in name else ()) for name in LAYOUTS],
+    slow_except({"tp2", "ep2"}, LAYOUTS),
 )
 def test_logits_are_transformers_and_export_is_the_file(
     ranks: RankPool, checkpoints: dict[str, tuple[Path, Tensor]], layout: str
@@ -64,6 +65,7 @@ def test_logits_are_transformers_and_export_is_the_file(
     assert [name for name in names if not results[0][name][1]] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
 def test_bfloat16_goes_in_and_out_bit_for_bit(ranks: RankPool, tmp_path: Path, name: str):
     """Routers' choice biases stay in float32, as in the file."""

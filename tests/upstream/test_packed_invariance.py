@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.packing import Sample, allocate
+from tests.marks import slow_except
 from tests.ranks import RankPool
 from tests.upstream.packed_jobs import (
     GRADIENT,
@@ -29,12 +30,10 @@ TP2 = "--tensor-model-parallel-size 2"
 SP = f"{TP2} --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
-QUICK = {
+LAYOUTS = {
     "dp2": (2, ""),
     "tp2 sp selective recompute": (2, f"{SP} --recompute-activations"),
     "pp2 vpp2": (2, f"{PP2} {VPP2}"),
-}
-SLOW = {
     "dp1": (1, ""),
     "dp4": (4, ""),
     "tp2": (2, TP2),
@@ -42,7 +41,6 @@ SLOW = {
     "pp4": (4, "--pipeline-model-parallel-size 4"),
     "tp2 pp2 vpp2 sp": (4, f"{SP} {PP2} {VPP2}"),
 }
-LAYOUTS = QUICK | SLOW
 MODES = ("token-sum", "global-token-mean", "row-mean", "sample-mean", "turn-mean", "constant")
 BUDGETS = (40, 64, 256)
 """Rows a little longer than the longest sequence, of a few, and of the whole batch."""
@@ -118,9 +116,7 @@ def check(results: list[list[dict]], cases: list[Case]) -> None:
     assert not wrong, "\n".join(["", *wrong])
 
 
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("name", slow_except({"dp2", "pp2 vpp2"}, LAYOUTS))
 def test_a_layout_computes_the_plain_gradient(ranks: RankPool, reference: Path, name: str) -> None:
     size, flags = LAYOUTS[name]
     cases = cases_of(name)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.marks import slow_except
 from tests.ranks import RankPool
-from tests.upstream.jobs import LLAMA, MOE, read_tensors, save_initial_weights, train_from
+from tests.upstream.jobs import DEEP, LLAMA, MOE, read_tensors, save_initial_weights, train_from
 
 TP2 = "--tensor-model-parallel-size 2"
 SP = f"{TP2} --sequence-parallel"
@@ -20,6 +22,7 @@ SCATTER = "--scatter-gather-pipeline-tensors"
 DISTRIBUTED = "--use-distributed-optimizer"
 OVERLAP = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
 
+MODELS = {"llama": LLAMA, "deep": DEEP, "moe": MOE}
 LAYOUTS = {
     "dp2": (2, ""),
     "dp4": (4, ""),
@@ -50,6 +53,7 @@ MOE_LAYOUTS = {
     "ep2 tp2 sp etp1": (4, f"--expert-model-parallel-size 2 {SP} --expert-tensor-parallel-size 1"),
     "tp2 sp": (2, SP),
 }
+QUICK = {"dp2 distributed optimizer", "tp2 pp2 scatter", "tp2 pp2 vpp2 sp", "ep2"}
 LOSS = 1e-6
 GRADIENT = 1e-5  # fp32: sums of a few hundred terms in another order, relative to the largest entry
 PARAMETER = 1e-5  # with --adam-eps 1e-5: Adam must not blow up gradients that are rounding errors
@@ -57,14 +61,16 @@ PARAMETER = 1e-5  # with --adam-eps 1e-5: Adam must not blow up gradients that a
 
 @pytest.fixture(scope="module")
 def reference(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory):
-    """One process's results per model, and the weights all layouts start from."""
-    found = {}
-    for name, flags in {"llama": LLAMA, "moe": MOE}.items():
-        folder = tmp_path_factory.mktemp(name)
-        ranks(1).run(save_initial_weights, flags, folder / "initial")
-        [result] = ranks(1).run(train_from, flags, folder / "initial", folder)
-        found[name] = (folder, result)
-    return found
+    """Of a model: the weights all layouts start from, and what one process makes of them."""
+
+    @cache
+    def of(model: str) -> tuple[Path, dict]:
+        folder = tmp_path_factory.mktemp(model)
+        ranks(1).run(save_initial_weights, MODELS[model], folder / "initial")
+        [result] = ranks(1).run(train_from, MODELS[model], folder / "initial", folder)
+        return folder, result
+
+    return of
 
 
 def compare_folders(out: Path, reference: Path) -> dict[str, float]:
@@ -81,8 +87,8 @@ def compare_folders(out: Path, reference: Path) -> dict[str, float]:
 
 def check(ranks: RankPool, reference, tmp_path: Path, *, model: str, size: int, flags: str) -> dict:
     """Run a layout and hold its results against the single process's."""
-    base = {"llama": LLAMA, "moe": MOE}[model]
-    folder, expected = reference[model]
+    base = MODELS[model]
+    folder, expected = reference(model)
     results = ranks(size).run(train_from, [*base, *flags.split()], folder / "initial", tmp_path)
     for result in results:
         torch.testing.assert_close(result["losses"][0], expected["losses"][0], rtol=0, atol=LOSS)
@@ -94,15 +100,16 @@ def check(ranks: RankPool, reference, tmp_path: Path, *, model: str, size: int, 
     return results
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_except(QUICK, LAYOUTS))
 def test_dense_layout_equals_single_process(
     ranks: RankPool, reference, tmp_path, name: str
 ) -> None:
     size, flags = LAYOUTS[name]
-    check(ranks, reference, tmp_path, model="llama", size=size, flags=flags)
+    model = "deep" if name == "pp4 vpp2" else "llama"  # two layers for each of the 4 stages
+    check(ranks, reference, tmp_path, model=model, size=size, flags=flags)
 
 
-@pytest.mark.parametrize("name", MOE_LAYOUTS)
+@pytest.mark.parametrize("name", slow_except(QUICK, MOE_LAYOUTS))
 def test_moe_layout_equals_single_process(ranks: RankPool, reference, tmp_path, name: str) -> None:
     size, flags = MOE_LAYOUTS[name]
     check(ranks, reference, tmp_path, model="moe", size=size, flags=flags)

@@ -10,14 +10,14 @@ from megatron_ext.parallel.schedule import chunk_order, schedule
 from megatron_ext.upstream.cpu import device_mode
 from pretrain_rl import replica_of
 from tests.ranks import RankPool
-from tests.upstream.jobs import LLAMA, build, fixed_batch
+from tests.upstream.jobs import DEEP, build, fixed_batch
 
 
 def run_step(flags: list[str], num_samples: int) -> dict[str, object]:
     """One forward-backward; the events this rank executed and the bytes it sent."""
     events: list[tuple[str, int, int]] = []
     with device_mode():
-        options, layout, _, stepper = build([*LLAMA, *flags])
+        options, layout, _, stepper = build([*DEEP, *flags])
         plan = plan_step(
             fixed_batch()[:num_samples],
             options.packing,
