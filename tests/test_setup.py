@@ -175,3 +175,20 @@ def test_nothing_at_all_is_one_sentence(find):
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
     assert "set PYTHON to its path" in result.stderr
+
+
+def test_an_environment_behind_a_link_is_not_emptied(tmp_path):
+    """`.venv` linked to another project's: making ours would clear theirs."""
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    (theirs / "bin").mkdir(parents=True)
+    (theirs / "bin" / "precious").touch()
+    (ours / "tools").mkdir(parents=True)
+    for name in ("setup_env.sh", "requirements.lock"):
+        shutil.copy(SCRIPT.parent / name, ours / "tools" / name)
+    (ours / ".venv").symlink_to(theirs)
+    result = subprocess.run(
+        ["bash", ours / "tools" / "setup_env.sh"], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode != 0
+    assert "is a symbolic link to" in result.stderr and "Remove the link" in result.stderr
+    assert (theirs / "bin" / "precious").exists()

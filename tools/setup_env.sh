@@ -162,6 +162,10 @@ pip_install() {
 install() {
   local must_make=0
   if ! is_reusable; then must_make=1; fi
+  if ((must_make)) && [[ -L "$VENV" ]]; then
+    fail "$VENV is a symbolic link to $(readlink -- "$VENV"), which was not made for this folder and would be" \
+      "emptied. Remove the link; a .venv is then made here."
+  fi
   printf 'unfinished\n' >"$INSTALL_LOCK"
   if ((must_make)); then make_venv; fi
   rm -f -- "$STAMP"

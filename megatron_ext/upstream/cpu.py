@@ -44,6 +44,7 @@ _TORCH_USERS = {
     "core.optimizer.optimizer": "found_inf on device='cuda'",
     "core.pipeline_parallel.p2p_communication": "receive buffers on current_device, synchronize",
     "core.pipeline_parallel.schedules": "token counter on device='cuda'",
+    "core.rerun_state_machine": "device number in the message about a gradient that is NaN",
     "core.tensor_parallel.layers": "gather buffers on current_device",
     "core.tensor_parallel.mappings": "gather buffers on current_device",
     "core.tensor_parallel.random": "torch.cuda RNG functions",

@@ -24,6 +24,8 @@ _NOT_SUPPORTED = {
     "non_persistent_ckpt_type": "every checkpoint is complete: use --save-interval",
     "ckpt_convert_format": "every checkpoint is torch_dist",
     "use_checkpoint_args": "give the flags the checkpoint was saved with",
+    "override_ckpt_iteration": "--ckpt-step goes back to a step, --finetune starts anew",
+    "load_main_params_from_ckpt": "main parameters always follow what was loaded",
     "save_retain_interval": "--keep-checkpoints says what is kept",
     "moe_use_upcycling": "convert the checkpoint first",
     "encoder_num_layers": "use --num-layers",
@@ -46,6 +48,7 @@ _NOT_SUPPORTED = {
 """Option -> why not, or what to use; refused when it is set."""
 _FIXED = {
     "ckpt_format": ("torch_dist", "it is the only format that loads on another layout"),
+    "dist_ckpt_strictness": ("assume_ok_unexpected", "every missing or extra tensor is an error"),
     "rerun_mode": ("disabled", "it replays Megatron's own data iterators"),
     "dataloader_type": ("external", "samples come from --train-data"),
     "cuda_graph_impl": ("none", "microbatches differ in length"),

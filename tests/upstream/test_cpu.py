@@ -22,7 +22,6 @@ DOES_WITHOUT = {
     },
     "core.models.gpt.gpt_model": {"GPTModel._preprocess"},
     "core.parallel_state": {"initialize_model_parallel"},
-    "core.rerun_state_machine": {"RerunStateMachine.validate_result"},
     "core.transformer.moe.moe_layer": {
         "MoELayer.setup_delayed_wgrad_for_dispatch_backward_overlap",
         "MoELayer.preprocess",

@@ -10,6 +10,7 @@ import torch
 from megatron_ext.packing.batch import Sample
 from megatron_ext.packing.plan import ReplicaLayout, plan_step
 from megatron_ext.upstream.cpu import device_mode
+from megatron_ext.upstream.layout import close_layout
 from tests.ranks import RankPool
 from tests.upstream.jobs import LLAMA, VOCAB_SIZE, build, fixed_batch, forward_backward
 
@@ -87,3 +88,32 @@ def test_every_rank_runs_a_legal_number_of_microbatches() -> None:
     assert counts[0] == counts[1]
     assert counts[0] % 2 == 0
     assert sum(m.count for plan in plans for m in plan.microbatches) == 8
+
+
+def raise_nan() -> str:
+    """What a step says whose gradients are NaN."""
+    with device_mode():
+        options, _, model, stepper = build(LLAMA)
+        with torch.no_grad():
+            next(model.chunks[0].parameters()).fill_(math.nan)
+        with pytest.raises(RuntimeError) as raised:
+            forward_backward(options, stepper, fixed_batch())
+        return str(raised.value)
+
+
+def test_a_gradient_that_is_nan_ends_the_step_with_megatrons_message(ranks: RankPool):
+    assert "found NaN in local grad norm" in ranks(1).run(raise_nan)[0]
+
+
+def open_twice() -> list[int]:
+    """Layouts of one process, one after the other."""
+    found = []
+    with device_mode():
+        for flags in (["--tensor-model-parallel-size", "2"], []):
+            found.append(build([*LLAMA, *flags])[1].tp_size)
+            close_layout()
+    return found
+
+
+def test_a_process_can_open_layouts_one_after_the_other(ranks: RankPool):
+    assert ranks(2).run(open_twice) == [[2, 1], [2, 1]]
