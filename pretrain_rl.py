@@ -17,19 +17,24 @@ from functools import partial
 
 import torch
 
+from megatron_ext.data.config import DEMONSTRATIONS
 from megatron_ext.data.dataset import Dataset, open_tokenizer, read_dataset
 from megatron_ext.data.order import SampleOrder
+from megatron_ext.environments.arithmetic_samples import DemonstrationSamples
 from megatron_ext.packing.batch import Sample
 from megatron_ext.packing.plan import ReplicaLayout, StepPlan, plan_step
 from megatron_ext.report.recorder import RunRecorder
+from megatron_ext.rewards.verifiers import Verifiers
 from megatron_ext.upstream import checkpoint
 from megatron_ext.upstream.arguments import Options, build_parser, parse
 from megatron_ext.upstream.checkpoint_source import find_source
 from megatron_ext.upstream.cpu import device_mode, peak_memory_bytes
 from megatron_ext.upstream.hf_weights import filler
 from megatron_ext.upstream.layout import Layout, close_layout, open_layout
+from megatron_ext.upstream.learner import MegatronLearner
 from megatron_ext.upstream.microbatches import to_device
 from megatron_ext.upstream.model import build_trainable
+from megatron_ext.upstream.rl_run import open_loop, tasks_id
 from megatron_ext.upstream.step import Stepper, build_stepper
 from megatron_ext.upstream.update import update
 
@@ -39,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with device_mode():
         options = parse(argv)
         layout = open_layout(options.megatron)
-        train(options, layout)
+        run = train if options.algorithm.algorithm == "sft" else reinforce
+        run(options, layout)
         close_layout()
 
 
@@ -53,16 +59,7 @@ def train(options: Options, layout: Layout) -> None:
         logging.getLogger(__name__).debug("refused", exc_info=True)
         build_parser().refuse([str(error)])
     order = SampleOrder(num_samples=len(data.samples), seed=args.seed)
-    with RunRecorder(
-        options.report,
-        is_writer=layout.is_writer,
-        options=options.as_record(),
-        total_steps=args.train_iters,
-        resume_step=start.step or None,
-        world_size=args.world_size,
-        wandb_project=args.wandb_project or None,
-        wandb_name=args.wandb_exp_name or None,
-    ) as recorder:
+    with open_recorder(options, layout, start=start) as recorder:
         consumed = start.consumed_samples
         for step in range(start.step + 1, args.train_iters + 1):
             batch = [data.samples[i] for i in order.take(consumed, args.global_batch_size)]
@@ -75,15 +72,61 @@ def train(options: Options, layout: Layout) -> None:
             if valid and (is_last or is_due(step, args.eval_interval)):
                 metrics |= validate(options, stepper, samples=valid.samples)
             recorder.log(step, metrics)
-            if args.save and (is_last or is_due(step, args.save_interval)):
-                checkpoint.save(
-                    args,
-                    stepper.model,
-                    layout,
-                    progress=checkpoint.Progress(step=step, consumed_samples=consumed),
-                    samples_id=data.identity,
-                    keep=options.checkpoint.keep_checkpoints,
-                )
+            save(options, stepper, step=step, consumed=consumed, samples_id=data.identity)
+
+
+def reinforce(options: Options, layout: Layout) -> None:
+    """Steps of roll out, score, learn, evaluate, record and save."""
+    args, samples_id = options.megatron, tasks_id(options)
+    with Verifiers(options.rewards) as verify:
+        try:
+            stepper, start = open_model(options, layout, samples_id=samples_id)
+            learner = MegatronLearner(options, stepper, is_new=start.step == 0)
+            recorder = open_recorder(options, layout, start=start)
+            loop = open_loop(options, learner, verify=verify, resume_step=start.step or None)
+        except ValueError as error:
+            logging.getLogger(__name__).debug("refused", exc_info=True)
+            build_parser().refuse([str(error)])
+        with recorder:
+            consumed = start.consumed_samples
+            if start.step == 0 and (found := loop.evaluate(0)):
+                recorder.log(0, found)
+            for step in range(start.step + 1, args.train_iters + 1):
+                metrics = loop.step(step, consumed=consumed)
+                consumed += args.global_batch_size
+                if loop.is_evaluated(step, last=args.train_iters):
+                    metrics |= loop.evaluate(step)
+                recorder.log(step, metrics | {"peak_memory_bytes": peak_memory_bytes()})
+                save(options, stepper, step=step, consumed=consumed, samples_id=samples_id)
+
+
+def open_recorder(options: Options, layout: Layout, *, start: checkpoint.Progress) -> RunRecorder:
+    """What records the run's metrics, on the writing rank."""
+    args = options.megatron
+    return RunRecorder(
+        options.report,
+        is_writer=layout.is_writer,
+        options=options.as_record(),
+        total_steps=args.train_iters,
+        resume_step=start.step or None,
+        world_size=args.world_size,
+        wandb_project=args.wandb_project or None,
+        wandb_name=args.wandb_exp_name or None,
+    )
+
+
+def save(options: Options, stepper: Stepper, *, step: int, consumed: int, samples_id: str) -> None:
+    """Save a checkpoint after a step that --save-interval, or the end, asks for one."""
+    args = options.megatron
+    if args.save and (step == args.train_iters or is_due(step, args.save_interval)):
+        checkpoint.save(
+            args,
+            stepper.model,
+            stepper.layout,
+            progress=checkpoint.Progress(step=step, consumed_samples=consumed),
+            samples_id=samples_id,
+            keep=options.checkpoint.keep_checkpoints,
+        )
 
 
 def open_model(
@@ -122,6 +165,11 @@ def read_data(options: Options, layout: Layout) -> tuple[Dataset, Dataset | None
         is_reporter=layout.is_writer,
     )
     valid = read(data.valid_data, flag="--valid-data") if data.valid_data else None
+    if data.train_data == DEMONSTRATIONS:
+        drawn = DemonstrationSamples(
+            count=args.train_iters * args.global_batch_size, seed=options.environments.task_seed
+        )
+        return Dataset(samples=drawn, line_numbers=[], name=drawn.identity), valid
     return read(data.train_data), valid
 
 
@@ -146,7 +194,7 @@ def train_step(options: Options, stepper: Stepper, *, batch: list[Sample]) -> di
     }
 
 
-def validate(options: Options, stepper: Stepper, *, samples: list[Sample]) -> dict[str, float]:
+def validate(options: Options, stepper: Stepper, *, samples: Sequence[Sample]) -> dict[str, float]:
     """The loss over all validation samples by the law of training; the same on every rank."""
     plan = plan_of(options, stepper.layout, samples=samples, global_batch_size=len(samples))
     stepper.model.settle_parameters()
@@ -163,7 +211,7 @@ def validate(options: Options, stepper: Stepper, *, samples: list[Sample]) -> di
 
 
 def plan_of(
-    options: Options, layout: Layout, *, samples: list[Sample], global_batch_size: int
+    options: Options, layout: Layout, *, samples: Sequence[Sample], global_batch_size: int
 ) -> StepPlan:
     """This rank's microbatches of the samples."""
     args = options.megatron

@@ -1,13 +1,12 @@
-"""Sample completions of a file of prompts from any checkpoint.
+"""Sample completions of a file of prompts from any checkpoint, on any layout.
 
-    torchrun --nproc-per-node 1 tools/generate.py --prompts in.jsonl --output out.jsonl \\
-        --hf-model DIR
+    python tools/generate.py --prompts in.jsonl --output out.jsonl --hf-model DIR
     torchrun --nproc-per-node 2 tools/generate.py --prompts in.jsonl --output out.jsonl \\
         --load RUN --tensor-model-parallel-size 2 --samples 4 --rollout-temperature 0.7
 
 A line of the prompts has "prompt" (text), "messages" (a chat) or "prompt_ids".  All other
 options are those of pretrain_rl.py: sampling (--rollout-...), the layout, --bf16, the
-architecture of --load.
+architecture of --load.  The output appears when it is complete.
 """
 
 from __future__ import annotations
@@ -15,29 +14,35 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from megatron_ext.data.tokenizer import END_OF_TEXT, ByteTokenizer
+from megatron_ext.environments.codecs import ModelCodec
+from megatron_ext.report.sampling_bar import SamplingBar
+from megatron_ext.report.whole_file import check_writable, whole_file
 from megatron_ext.rollout.engine import RolloutEngine
 from megatron_ext.rollout.prompts import prompt_ids, read_prompts, result
-from megatron_ext.rollout.token_bytes import token_bytes
-from megatron_ext.rollout.types import Request, samples_of
+from megatron_ext.rollout.types import Completion, Request, samples_of
 from megatron_ext.upstream.arguments import Options
+from megatron_ext.upstream.command_line import JobParser
 from megatron_ext.upstream.cpu import device_mode
-from megatron_ext.upstream.generate import generate_on_replicas, open_decoder
+from megatron_ext.upstream.generate import (
+    generate_on_replicas,
+    open_codec,
+    open_sampler,
+    parse_for_sampling,
+)
 from megatron_ext.upstream.layout import close_layout
 from pretrain_rl import quiet_libraries
 
+MOST_REPORTED = 10
+"""Prompts that cannot be sampled, named in an error; the rest is counted."""
 
-def build_parser() -> argparse.ArgumentParser:
+
+def build_parser() -> JobParser:
     """Options of this tool."""
-    parser = argparse.ArgumentParser(
+    parser = JobParser(
         description="Sample completions. Options not listed here are those of pretrain_rl.py.",
         allow_abbrev=False,
     )
@@ -46,7 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=1, help="of each prompt (default 1)")
     parser.add_argument("--sampling-seed", type=int, default=0, help="same seed, same tokens")
     parser.add_argument(
-        "--max-context", type=int, default=2048, help="prompt and completion (default 2048 tokens)"
+        "--max-context",
+        type=int,
+        help="tokens of prompt and completion (default 2048, or what the checkpoint can)",
     )
     parser.add_argument(
         "--stop", action="append", default=[], help="text that ends a completion; may be repeated"
@@ -69,85 +76,103 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(str(error))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coding:
-    """Text to ids and back."""
-
-    encode: Callable[[Any], Sequence[int]]
-    decode: Callable[[Sequence[int]], str]
-    stop_ids: frozenset[int]
-    table: list[bytes] | None
-
-
 def generate(own: argparse.Namespace, words: Sequence[str]) -> None:
     """Completions of one file."""
+    if own.samples < 1:
+        raise ValueError(f"--samples {own.samples} asks for nothing: take at least 1.")
     records = read_prompts(own.prompts)
-    options, decoder = open_decoder(words, max_context=own.max_context)
-    coding = coding_of(options, needs_bytes=bool(own.stop))
-    requests = [
-        sample
-        for record in records
-        for sample in samples_of(
-            Request(
-                prompt_ids=prompt_ids(record, encode=coding.encode),
-                max_new_tokens=options.rollout.rollout_max_new_tokens,
-                sampling=options.rollout.sampling,
-                seed=own.sampling_seed,
-                stop_ids=coding.stop_ids,
-                stop_strings=tuple(own.stop),
-                top_logprobs=own.top_logprobs,
-            ),
-            own.samples,
-        )
-    ]
-    engine = RolloutEngine(decoder, options.rollout, token_bytes=coding.table)
-    layout, started = decoder.layout, time.perf_counter()
-    shows = decoder.is_driver and layout.dp_rank == 0
-    with tqdm(total=-(-len(requests) // layout.dp_size), disable=not shows, leave=False) as bar:
+    check_writable(own.output, flag="--output")
+    options = parse_for_sampling(words, max_context=own.max_context)
+    codec = open_codec(options)
+    requests = requests_of(own, options, records=records, codec=codec)
+    table = byte_table(codec, size=options.megatron.vocab_size) if own.stop else None
+    decoder = open_sampler(options)
+    engine, layout = RolloutEngine(decoder, options.rollout, token_bytes=table), decoder.layout
+    is_shown = decoder.is_driver and layout.dp_rank == 0
+    total = -(-len(requests) // layout.dp_size)
+    with SamplingBar(total=total, unit="completion", is_shown=is_shown) as bar:
         found = generate_on_replicas(
-            engine, requests, layout, on_completion=lambda completion: bar.update()
+            engine, requests, layout, on_completion=lambda done: bar.add(len(done.token_ids))
         )
-    seconds = time.perf_counter() - started
     if layout.is_writer:
-        with own.output.open("w", encoding="utf-8") as file:
-            for index, (request, completion) in enumerate(zip(requests, found, strict=True)):
-                text = coding.decode([t for t in completion.token_ids if t not in coding.stop_ids])
-                line = result(
-                    records[index // own.samples],
-                    completion,
-                    text=text,
-                    sample=request.sample,
-                    logprobs=own.logprobs,
-                )
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        lines = [
+            result(
+                records[index // own.samples],
+                completion,
+                text=text_of(completion, codec),
+                sample=index % own.samples,
+                logprobs=own.logprobs,
+            )
+            for index, completion in enumerate(found)
+        ]
+        write(own.output, lines)
         tokens = sum(len(completion.token_ids) for completion in found)
-        print(f"{own.output}: {len(found)} completions, {tokens} tokens, {tokens / seconds:.1f}/s")
+        speed = f"{tokens / bar.seconds:.1f} tokens/s"
+        print(f"{own.output}: {len(found)} completions, {tokens} tokens, {speed}")
     close_layout()
 
 
-def coding_of(options: Options, *, needs_bytes: bool) -> Coding:
-    """The tokenizer of --tokenizer-type and --tokenizer-model, or of --hf-model."""
+def requests_of(
+    own: argparse.Namespace,
+    options: Options,
+    *,
+    records: Sequence[dict[str, Any]],
+    codec: ModelCodec,
+) -> list[Request]:
+    """What to sample; `ValueError` names the prompts that the model cannot continue."""
     args = options.megatron
-    if args.tokenizer_model is None:
-        table = [bytes([byte]) for byte in range(256)] + [b""]
-        return Coding(
-            encode=ByteTokenizer().encode,
-            decode=lambda ids: b"".join(table[i] for i in ids).decode("utf-8", errors="replace"),
-            stop_ids=frozenset({END_OF_TEXT}),
-            table=table,
+    requests, wrong = [], []
+    for number, record in enumerate(records, start=1):
+        try:
+            ids = prompt_ids(record, encode=codec.encode)
+        except ValueError as error:
+            wrong.append(f"prompt {number}: {error}")
+            continue
+        room = args.seq_length - len(ids)
+        request = Request(
+            prompt_ids=ids,
+            max_new_tokens=max(0, min(options.rollout.rollout_max_new_tokens, room)),
+            sampling=options.rollout.sampling,
+            seed=own.sampling_seed,
+            stop_ids=codec.stop_ids,
+            stop_strings=tuple(own.stop),
+            top_logprobs=own.top_logprobs,
         )
-    # transformers takes seconds to import: only where it is used
-    from megatron_ext.data.hugging_face import load_tokenizer
-    from megatron_ext.environments.text import HuggingFaceCodec
+        problems = request.problems()
+        if room < 1:
+            problems.append(f"{len(ids)} tokens leave no room in --max-context {args.seq_length}")
+        if ids and not 0 <= min(ids) <= max(ids) < args.vocab_size:
+            problems.append(
+                f"ids from {min(ids)} to {max(ids)}, but the vocabulary has {args.vocab_size}: use "
+                "the checkpoint's tokenizer (--tokenizer-type, --tokenizer-model)"
+            )
+        wrong += [f"prompt {number}: {problem}." for problem in problems]
+        requests += samples_of(request, own.samples)
+    if wrong:
+        more = [f"and {len(wrong) - MOST_REPORTED} more"] if len(wrong) > MOST_REPORTED else []
+        raise ValueError("\n  ".join([f"{own.prompts}:", *wrong[:MOST_REPORTED], *more]))
+    return requests
 
-    tokenizer = load_tokenizer(args.tokenizer_model)
-    codec = HuggingFaceCodec(tokenizer)
-    return Coding(
-        encode=codec.encode,
-        decode=codec.decode,
-        stop_ids=codec.stop_ids,
-        table=token_bytes(tokenizer) if needs_bytes else None,
-    )
+
+def byte_table(codec: ModelCodec, *, size: int) -> list[bytes]:
+    """What each token contributes to the text; a model may have more of them than its tokenizer."""
+    table = codec.token_bytes()
+    return [*table, *[b""] * (size - len(table))]
+
+
+def text_of(completion: Completion, codec: ModelCodec) -> str:
+    """What was said, without what ended it."""
+    text = codec.decode([t for t in completion.token_ids if t not in codec.stop_ids])
+    if isinstance(completion.stopped_by, str):
+        text = text.partition(completion.stopped_by)[0]
+    return text
+
+
+def write(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """One JSON object a line."""
+    with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jinja2 import TemplateError
+
 from megatron_ext.data.records import BadRecord, Chat, Message, call_of
+
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template raises for a chat it does not expect."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,8 @@ BadData = Literal["stop", "skip"]
 ToolCallFormat = Literal["template", "text"]
 
 SUFFIXES = (".txt", ".jsonl")
+DEMONSTRATIONS = "arithmetic-demonstrations"
+"""Name of the built-in data: demonstrations of the built-in tasks."""
 BYTE_TOKENIZER_TYPES = (None, "NullTokenizer")
 """Megatron's --tokenizer-type of a run whose tokens are bytes."""
 
@@ -24,7 +26,9 @@ class DataConfig:
     train_data: str | None = None
     """File to train on. A .txt file is UTF-8 text. A .jsonl file has one JSON object a line:
     messages (a chat; only assistant turns are trained), text (all trained), or prompt and
-    completion (only the completion is trained); other keys are left alone."""
+    completion (only the completion is trained); other keys are left alone. The word
+    arithmetic-demonstrations stands for demonstrations of the built-in tasks (--tasks arithmetic),
+    drawn by --task-seed, with the vocabulary of these tasks."""
 
     valid_data: str | None = None
     """File of the same form whose loss is measured, whole, every --eval-interval steps and after
@@ -49,7 +53,7 @@ class DataConfig:
         """Every mismatch as one sentence with its remedy; the arguments are Megatron's options."""
         found = []
         for flag, path in (("--train-data", self.train_data), ("--valid-data", self.valid_data)):
-            if path is None:
+            if path is None or (flag == "--train-data" and path == DEMONSTRATIONS):
                 continue
             if Path(path).suffix not in SUFFIXES:
                 found.append(f"{flag} {path} ends in none of {', '.join(SUFFIXES)}: rename it.")

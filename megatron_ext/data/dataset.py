@@ -32,11 +32,14 @@ NUM_LISTED = 20
 class Dataset:
     """Samples in file order."""
 
-    samples: list[Sample]
+    samples: Sequence[Sample]
     line_numbers: list[int]
     """Line of the file (from 1) that each sample comes from; empty for a .txt file."""
     bad_lines: dict[int, str] = field(default_factory=dict)
     """Lines that were skipped, and why."""
+
+    name: str = ""
+    """What identifies samples that are drawn, not stored; empty = their contents."""
 
     @cached_property
     def identity(self) -> str:
@@ -44,6 +47,8 @@ class Dataset:
 
         Equal for equal samples wherever they are stored, so that a resumed run knows them again.
         """
+        if self.name:
+            return self.name
         digest = hashlib.sha256()
         for sample in self.samples:
             digest.update(len(sample.tokens).to_bytes(8))

@@ -15,26 +15,15 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_ext.data.chat_template import MarkedText, Rendering, mark_turns
+from megatron_ext.data.chat_template import TEMPLATE_ERRORS, MarkedText, Rendering, mark_turns
 from megatron_ext.data.config import ToolCallFormat
 from megatron_ext.data.records import BadRecord, Chat, Message
 from megatron_ext.data.tokenizer import UNTRAINED, Passage
 from megatron_ext.data.tool_calls import with_arguments, with_calls_as_text
 
-TEMPLATE_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
-"""What a template raises for a chat it does not expect."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 

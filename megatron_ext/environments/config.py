@@ -15,18 +15,20 @@ class EnvironmentConfig:
 
     tasks: str = "arithmetic"
     """Tasks to train on: arithmetic (built in, with a calculator and its own tokenizer), the path
-    of a JSONL file, or reasoning-gym:NAME for a data set of that library."""
+    of a JSONL file, gsm8k:FILE for a file in GSM8K's own format, or reasoning-gym:NAME for a data
+    set of that library."""
 
     eval_tasks: str | None = None
-    """JSONL file of held-out tasks, for --tasks from a file; the other kinds hold out one task in
-    five by themselves. Unset = no held-out tasks."""
+    """File of held-out tasks (JSONL, or gsm8k:FILE), for --tasks from a file; the other kinds hold
+    out one task in five by themselves. Unset = no held-out tasks."""
 
     tasks_as_chat: bool = False
     """Ask plain prompts as the user's message of a chat, by the tokenizer's chat template.
     Off: as they are."""
 
     task_seed: int = 0
-    """Seed of the order of tasks, and of the tasks themselves where they are generated."""
+    """Seed, any whole number, of the order of tasks, and of the tasks themselves where they are
+    generated."""
 
     max_turns: int = 0
     """Turns of the policy in an episode; 0 = no limit."""
@@ -35,7 +37,8 @@ class EnvironmentConfig:
     """Tokens of one turn of the policy; 0 = no limit but the episode's."""
 
     environment_workers: int = 4
-    """Threads in which environments answer and verifiers grade, unless they do so at once."""
+    """Number of threads in which environments answer and verifiers grade, unless they do so at
+    once."""
 
     environment_time_limit: float = 60.0
     """Seconds an environment may take for one answer, after which its episode counts for nothing;

@@ -11,7 +11,7 @@ Invariant the tests check: each malformed line is reported with its number and t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,12 +45,20 @@ def read_tasks(path: str | Path) -> list[TextTask]:
     Raises:
         ValueError: the file holds no task, or lines that are none: each is named with its number.
     """
+    return read_lines(path, lambda line, number: parse_task(line, default_id=number))
+
+
+def read_lines(path: str | Path, parse: Callable[[bytes, str], TextTask]) -> list[TextTask]:
+    """The tasks of a file of which `parse` makes one from a line and its number; as `read_tasks`.
+
+    parse: raises `ValueError` with what is wrong with a line.
+    """
     tasks: list[TextTask] = []
     wrong: list[str] = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         if line.strip():
             try:
-                tasks.append(parse_task(line, default_id=str(number)))
+                tasks.append(parse(line, str(number)))
             except ValueError as error:
                 wrong.append(f"line {number}: {error}")
     if wrong:
@@ -67,6 +75,11 @@ def read_tasks(path: str | Path) -> list[TextTask]:
 
 def parse_task(line: bytes, *, default_id: str) -> TextTask:
     """The task of one line; `ValueError` with everything that is wrong with it."""
+    return task_of_record(parse_object(line), default_id=default_id)
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of one line; `ValueError` says why it is none."""
     try:
         record = json.loads(line.decode("utf-8-sig"), parse_constant=_no_number)
     except UnicodeDecodeError as error:
@@ -77,6 +90,11 @@ def parse_task(line: bytes, *, default_id: str) -> TextTask:
         raise ValueError("is nested too deeply") from error
     if not isinstance(record, dict):
         raise ValueError("is not an object: write {...}")
+    return record
+
+
+def task_of_record(record: Mapping[str, Any], *, default_id: str) -> TextTask:
+    """The task that an object describes; `ValueError` with everything that is wrong with it."""
     wrong = [
         *_prompt_problems(record),
         *_answer_problems(record.get("answer"), record.get("verifier")),
@@ -106,6 +124,7 @@ class JsonlSource:
         verify: Verifiers,
         seed: int = 0,
     ) -> None:
+        self.num_held_out = len(held_out)
         self._tasks = tasks
         self._held_out = held_out
         self._order = SampleOrder(num_samples=len(tasks), seed=seed)

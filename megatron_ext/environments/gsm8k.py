@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron_ext.environments.datasets import TextTask, parse_object, read_lines, task_of_record
 
 INSTRUCTION = "Reason step by step, then write the answer as `#### number` on the last line."
 
@@ -32,18 +33,15 @@ def task_of_gsm8k(record: Mapping[str, Any], *, instruction: str = INSTRUCTION) 
     }
 
 
-def convert_gsm8k(source: str | Path, target: str | Path, *, instruction: str = INSTRUCTION) -> int:
-    """Write a GSM8K file as a task file; the number of tasks.
+def read_gsm8k(path: str | Path, *, instruction: str = INSTRUCTION) -> list[TextTask]:
+    """The tasks of a GSM8K file, in its order, named by their line numbers.
 
     Raises:
-        ValueError: a line is no GSM8K record; it is named with its number.
+        ValueError: the file holds no task, or lines that are no GSM8K records: each is named.
     """
-    lines = []
-    for number, line in enumerate(Path(source).read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            task = task_of_gsm8k(json.loads(line), instruction=instruction)
-        except ValueError as error:
-            raise ValueError(f"{source}, line {number}: {error}") from error
-        lines.append(json.dumps(task, ensure_ascii=False) + "\n")
-    Path(target).write_text("".join(lines), encoding="utf-8")
-    return len(lines)
+
+    def parse(line: bytes, number: str) -> TextTask:
+        record = task_of_gsm8k(parse_object(line), instruction=instruction)
+        return task_of_record(record, default_id=number)
+
+    return read_lines(path, parse)

@@ -6,12 +6,14 @@ Not covered: several turns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from megatron_ext.data.chat_template import TEMPLATE_ERRORS
 from megatron_ext.environments.base import Observation, Task
 from megatron_ext.environments.characters import CharacterTokenizer
 from megatron_ext.rewards.base import Verdict
+from megatron_ext.rollout.token_bytes import token_bytes
 
 Message = Mapping[str, str]
 """{"role": ..., "content": ...}"""
@@ -72,13 +74,22 @@ class CharacterCodec:
 class HuggingFaceCodec:
     """A tokenizer of `transformers` and its chat template."""
 
-    def __init__(self, tokenizer: Any, *, prompts_as_messages: bool = False) -> None:
-        """A codec; prompts_as_messages: a plain prompt becomes one user message."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        prompts_as_messages: bool = False,
+        more_stop_ids: Iterable[int] = (),
+    ) -> None:
+        """A codec.
+
+        prompts_as_messages: a plain prompt becomes one user message.
+        more_stop_ids: that end a response, beside the tokenizer's end-of-text token.
+        """
         self._tokenizer = tokenizer
         self._prompts_as_messages = prompts_as_messages
-        self.stop_ids = frozenset(
-            [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        )
+        end = tokenizer.eos_token_id
+        self.stop_ids: frozenset[int] = frozenset([*more_stop_ids, *([] if end is None else [end])])
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Ids of a plain prompt as the tokenizer makes them, or of a chat up to the answer."""
@@ -90,18 +101,24 @@ class HuggingFaceCodec:
                 "--tasks-as-chat."
             )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return list(
-            self._tokenizer.apply_chat_template(
+        try:
+            ids = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
             )
-        )
+        except TEMPLATE_ERRORS as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        return list(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def token_bytes(self) -> list[bytes]:
+        """What each token contributes to the text."""
+        return token_bytes(self._tokenizer)
 
 
 class TextEnvironment:

@@ -2,7 +2,8 @@
 
 pass@k is the unbiased estimate of Chen et al. 2021 (eq. 1).  Its uncertainty comes from which tasks
 were asked, so intervals treat tasks, not samples, as the independent draws: Wilson's for pass@1
-(which for several samples a task is on the safe side), the bootstrap over tasks for k > 1.
+(which for several samples a task is on the safe side), the bootstrap over tasks for k > 1, unless
+all tasks are solved or none is.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from megatron_ext.environments.base import EpisodeStart, Task
 from megatron_ext.environments.episode import Episode
@@ -64,6 +65,15 @@ class Evaluation:
             f"{prefix}truncated_share": self.num_truncated / self.num_episodes,
         }
 
+    def as_record(self) -> dict[str, Any]:
+        """Everything, as a JSON object."""
+        return asdict(self)
+
+
+def passes(episode: Episode, *, passing_reward: float = PASSING_REWARD) -> bool:
+    """Whether an episode is valid and earned the full reward."""
+    return episode.is_valid and episode.reward >= passing_reward - _ROUNDING
+
 
 def evaluation_starts(tasks: Iterable[Task], *, samples: int, seed: int) -> list[EpisodeStart]:
     """`samples` episodes of every task, one group a task."""
@@ -96,16 +106,19 @@ def summarize(
     by_task: dict[int, list[Episode]] = defaultdict(list)
     for episode in valid:
         by_task[episode.group].append(episode)
-    passes = [[e.reward >= passing_reward - _ROUNDING for e in es] for es in by_task.values()]
+    passed = [
+        [passes(episode, passing_reward=passing_reward) for episode in task]
+        for task in by_task.values()
+    ]
     return Evaluation(
-        pass_at={k: _rate_at(passes, k=k) for k in ks},
+        pass_at={k: _rate_at(passed, k=k) for k in ks},
         mean_reward=sum(episode.reward for episode in valid) / len(valid),
         num_tasks=len(by_task),
         num_episodes=len(valid),
         num_failed=len(episodes) - len(valid),
         num_truncated=sum(episode.is_truncated for episode in valid),
         num_sampled=sum(episode.num_sampled for episode in valid),
-        groups=_by_metadata(list(by_task.values()), passes, names=group_by),
+        groups=_by_metadata(list(by_task.values()), passed, names=group_by),
     )
 
 
@@ -120,7 +133,7 @@ def _rate_at(passes: Sequence[Sequence[bool]], *, k: int) -> Rate:
             f"pass@{k} needs {k} valid episodes of a task, but no task has more than {most}: take "
             f"more samples, or ask for k up to {most}."
         )
-    if k == 1:
+    if k == 1 or set(values) in ({0.0}, {1.0}):  # no resampling of equal tasks shows a doubt
         return wilson_interval(sum(values) / len(values), draws=len(values))
     return bootstrap_interval(values)
 

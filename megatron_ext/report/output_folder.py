@@ -17,6 +17,8 @@ from uuid import uuid4
 METRICS_NAME = "metrics.jsonl"
 CONFIG_NAME = "config.json"
 REPORT_NAME = "report.html"
+ROLLOUTS_NAME = "rollouts.jsonl"
+EVALUATIONS_NAME = "evaluations.jsonl"
 TENSORBOARD_NAME = "tensorboard"
 WANDB_NAMES = ("wandb", "wandb_run_id")
 
@@ -63,6 +65,7 @@ def _move_earlier_run(folder: Path) -> None:
         number += 1
     previous = folder / f"previous-{number}"
     previous.mkdir()
-    for name in (METRICS_NAME, CONFIG_NAME, REPORT_NAME, TENSORBOARD_NAME, *WANDB_NAMES):
+    names = (METRICS_NAME, CONFIG_NAME, REPORT_NAME, ROLLOUTS_NAME, EVALUATIONS_NAME)
+    for name in (*names, TENSORBOARD_NAME, *WANDB_NAMES):
         if (folder / name).exists():
             (folder / name).rename(previous / name)

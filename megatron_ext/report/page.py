@@ -110,6 +110,10 @@ def _tiles(page: Page) -> str:
     series, tiles = page.history.series, []
     if "loss" in series:
         tiles.append(("loss", format_value("loss", series["loss"].values[-1])))
+    if "eval_pass_rate" in series:
+        rates = series["eval_pass_rate"].values
+        text = " to ".join(f"{rate:.3f}" for rate in (rates[0], rates[-1]))
+        tiles.append(("held-out pass rate", text))
     if "tokens" in series:
         tiles.append(("tokens", format_value("tokens", math.fsum(series["tokens"].values))))
     if "seconds" in series:
@@ -144,7 +148,7 @@ def _figures_table(summaries: Mapping[str, Summary]) -> str:
 
 def _best_end(name: str) -> str | None:
     """Which end of a metric is good, as far as its name tells."""
-    if any(word in name for word in ("reward", "accuracy", "score", "solved", "per_second")):
+    if any(word in name for word in ("reward", "pass", "accuracy", "score", "per_second")):
         return "highest"
     return "lowest" if any(word in name for word in ("loss", "perplexity", "error")) else None
 

@@ -18,12 +18,27 @@ import numpy as np
 from megatron_ext.report.history import Envelope
 
 NUM_COLOURS = 6
+_SHARES = (
+    "invalid_share",
+    "truncated_share",
+    "zero_variance_group_share",
+    "zero_advantage_share",
+    "padding_share",
+)
 FIRST_PLOTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Held-out pass rate", ("eval_pass_rate", "eval_pass_rate_sampled")),
+    ("Reward", ("reward_mean", "pass_rate")),
     ("Loss", ("loss", "validation_loss", "eval_loss")),
     ("Gradient norm", ("grad_norm",)),
     ("Learning rate", ("lr", "learning_rate")),
     ("Tokens per second", ("tokens_per_second",)),
     ("Memory (GiB)", ("*memory_bytes",)),
+    ("Sampled tokens of an episode", ("response_tokens_*",)),
+    ("Shares of episodes and groups", _SHARES),
+    ("Clipped tokens", ("clip_fraction_*",)),
+    ("Ratio to the old policy", ("ratio", "ratio_squared")),
+    ("Seconds of each phase", ("*_seconds",)),
+    ("Tokens per second of each phase", ("*_tokens_per_second",)),
 )
 """Plots that come first, in this order: title, and the names or patterns of the metrics in it."""
 

@@ -20,7 +20,8 @@ class RewardConfig:
     stopped after four times as many seconds on the clock."""
 
     math_memory_limit: int = 1024
-    """MiB one mathematical answer may add to its process, after which it is worth nothing."""
+    """Number of MiB one mathematical answer may add to its process, after which it is worth
+    nothing."""
 
     def problems(self) -> list[str]:
         """What is wrong with the values, one sentence each."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from torch import Tensor
 
@@ -30,8 +30,6 @@ from megatron_ext.rollout.session import RolloutSession
 from megatron_ext.rollout.slot_table import SlotTable
 from megatron_ext.rollout.step_plan import StepPlan
 from megatron_ext.rollout.types import Completion, Request
-
-T = TypeVar("T")
 
 
 class Decoder(Protocol):
@@ -44,7 +42,7 @@ class Decoder(Protocol):
         """Logits [wanted tokens, vocabulary] in at least fp32, which may be overwritten."""
         ...
 
-    def run(self, drive: Callable[[], T]) -> T:
+    def run[Result](self, drive: Callable[[], Result]) -> Result:
         """Call `drive` on one rank while the others carry out its plans; its result, on all ranks.
 
         Starts and ends without cache.  Weights must not change meanwhile.
@@ -84,7 +82,7 @@ class RolloutEngine:
         )
         self.session = RolloutSession(decoder, self.scheduler, token_bytes=token_bytes)
 
-    def run(self, drive: Callable[[RolloutSession], T], *, version: int = 0) -> T:
+    def run[Result](self, drive: Callable[[RolloutSession], Result], *, version: int = 0) -> Result:
         """Let `drive` sample with the present weights; its result, on every rank of the replica.
 
         drive: called on one rank only; what it returns must be picklable if there are more.
@@ -92,11 +90,12 @@ class RolloutEngine:
         """
         self.session.version = version
 
-        def driven() -> T:
+        def driven() -> Result:
             self.scheduler.drop_caches()
-            result = drive(self.session)
-            self.session.follow_other_replicas()
-            return result
+            try:
+                return drive(self.session)
+            finally:
+                self.session.follow_other_replicas()
 
         return self.decoder.run(driven)
 
@@ -120,11 +119,16 @@ class RolloutEngine:
                 )
             tickets = session.submit_all(requests)
             found: dict[int, Completion] = {}
-            while len(found) < len(tickets):
-                for completion in session.step():
-                    found[completion.ticket] = completion
+            try:
+                while len(found) < len(tickets):
+                    ended = session.step()
+                    found |= {completion.ticket: completion for completion in ended}
                     if on_completion is not None:
-                        on_completion(completion)
+                        for completion in ended:
+                            on_completion(completion)
+            finally:
+                for ticket in set(tickets) - found.keys():
+                    session.release(ticket)
             return [found[ticket] for ticket in tickets]
 
         return self.run(drive, version=version)

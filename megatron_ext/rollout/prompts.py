@@ -58,6 +58,10 @@ def _problem(record: object) -> str:
         return f"has an empty or wrong {kinds[0]}"
     if kinds[0] == "prompt_ids" and not all(type(token) is int for token in value):
         return "has prompt_ids that are not integers"
+    if kinds[0] == "messages" and not all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
+    ):
+        return "has messages without a `role`"
     return ""
 
 

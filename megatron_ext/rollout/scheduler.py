@@ -126,7 +126,7 @@ class Scheduler:
             if 0 < table.slots_at(needed) <= num_running:
                 break
             copies += table.make_room(len(sequence.context))[1]
-            table.make_slots(num_running + len(self.waiting))
+            table.make_slots(len(table.occupants()) + len(self.waiting))
             donor, shared = self._donor(sequence)
             source = -1 if donor is None else donor.slot
             slot = table.free_slot()

@@ -1,5 +1,4 @@
-"""What one decoding step computes, decided by the engine and carried out by every rank of a
-replica.
+"""What one decoding step computes: the engine decides, every rank of a replica carries it out.
 
 A step is a row of tokens: first one for each running request, then pieces of prompts.  Each token
 says which cache slot it belongs to and its position there.  A plan travels to the ranks that only

@@ -1,8 +1,7 @@
 """When sampling ends: at stop ids, and at stop strings wherever they lie in the tokens' bytes.
 
 Strings are matched as bytes, so neither a stop string nor a character of it has to begin or end
-with
-a token.  Only sampled tokens are looked at, not the prompt.
+with a token.  Only sampled tokens are looked at, not the prompt.
 """
 
 from __future__ import annotations

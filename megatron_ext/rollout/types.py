@@ -1,8 +1,7 @@
 """What goes into a rollout and what comes out: requests, how to sample them, completions.
 
 Token ids are exact in both directions: a completion has the ids that were sampled, all of them,
-and a
-longer conversation is the same ids with more appended.  Nothing is decoded and encoded again.
+and a longer conversation is the same ids with more appended.  Nothing is decoded and encoded again.
 """
 
 from __future__ import annotations

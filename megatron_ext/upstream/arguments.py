@@ -33,14 +33,20 @@ from megatron.training import global_vars
 from megatron.training.argument_utils import ArgumentGroupFactory, core_transformer_config_from_args
 from megatron.training.arguments import add_megatron_arguments, validate_args
 
-from megatron_ext.data.config import DataConfig
+from megatron_ext.data.config import DEMONSTRATIONS, DataConfig
+from megatron_ext.environments.arithmetic_tasks import TOKENIZER
+from megatron_ext.environments.config import EnvironmentConfig
 from megatron_ext.logprobs.config import LogProbsConfig
 from megatron_ext.packing.config import PackingConfig
 from megatron_ext.parallel.config import ParallelConfig
 from megatron_ext.report.config import ReportConfig
+from megatron_ext.rewards.config import RewardConfig
+from megatron_ext.rl.config import AlgorithmConfig
+from megatron_ext.rl.loop_config import LoopConfig
+from megatron_ext.rl.presets import preset_defaults
 from megatron_ext.rollout.config import RolloutConfig
 from megatron_ext.upstream.command_line import CommandLine
-from megatron_ext.upstream.config import CheckpointConfig, JobConfig
+from megatron_ext.upstream.config import CheckpointConfig
 from megatron_ext.upstream.hf_flags import checkpoint_values
 from megatron_ext.upstream.machine import Machine, machine_defaults, this_machine
 from megatron_ext.upstream.validation import problems
@@ -51,7 +57,10 @@ from megatron_ext.weights.checks import open_checkpoint
 logger = logging.getLogger(__name__)
 
 CONFIGS = {
-    "job": JobConfig,
+    "algorithm": AlgorithmConfig,
+    "loop": LoopConfig,
+    "environments": EnvironmentConfig,
+    "rewards": RewardConfig,
     "rollout": RolloutConfig,
     "data": DataConfig,
     "packing": PackingConfig,
@@ -80,7 +89,10 @@ class Options:
     """Everything a run was told: Megatron's namespace (read only) and one config per room."""
 
     megatron: argparse.Namespace
-    job: JobConfig
+    algorithm: AlgorithmConfig
+    loop: LoopConfig
+    environments: EnvironmentConfig
+    rewards: RewardConfig
     rollout: RolloutConfig
     data: DataConfig
     packing: PackingConfig
@@ -88,6 +100,12 @@ class Options:
     parallel: ParallelConfig
     checkpoint: CheckpointConfig
     report: ReportConfig
+
+    @property
+    def training_temperature(self) -> float:
+        """Temperature of the trained log-probabilities: the sampler's where a sampler was."""
+        is_supervised = self.algorithm.algorithm == "sft"
+        return 1.0 if is_supervised else self.rollout.rollout_temperature
 
     def as_record(self) -> dict[str, object]:
         """Every option and its value, ours included, for the run's record."""
@@ -123,8 +141,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     args.rank = int(os.environ.get("RANK", "0"))
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
-    configs, wrong = _configs(args)
     given = parser.given(words)
+    _take_from_preset(args, given)
+    configs, wrong = _configs(args)
     wrong += _take_from_checkpoint(args, given)
     wrong += unknown + problems(args, configs, given=given, machine=this_machine())
     if not wrong:
@@ -136,6 +155,18 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     if idle and args.rank == 0:
         logger.warning("of Megatron's own training loop, no effect here: %s", ", ".join(idle))
     return Options(megatron=args, **configs)
+
+
+def _take_from_preset(args: argparse.Namespace, given: Any) -> None:
+    """Give the options of --algorithm's preset that were not named the preset's values."""
+    names = {flag.name for flag in given}
+    for name, value in preset_defaults(args.algorithm).items():
+        if name not in names:
+            setattr(args, name, value)
+    if args.algorithm != "sft" and args.loss_normalization == "constant":
+        args.loss_normalization_max_length = (
+            args.loss_normalization_max_length or args.rollout_max_new_tokens
+        )
 
 
 def _take_from_checkpoint(args: argparse.Namespace, given: Any) -> list[str]:
@@ -173,12 +204,18 @@ def _fill_in(args: argparse.Namespace) -> None:
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.vocab_size is None:
-        args.vocab_size = BYTE_VOCABULARY
+        args.vocab_size = TOKENIZER.size if _is_arithmetic(args) else BYTE_VOCABULARY
     if args.padded_vocab_size is None:
         multiple = lcm(args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     if args.save is not None and args.save_interval is None:
         args.save_interval = args.train_iters
+
+
+def _is_arithmetic(args: argparse.Namespace) -> bool:
+    """Whether the run's tokens are those of the built-in tasks."""
+    data = args.train_data if args.algorithm == "sft" else args.tasks
+    return data in ("arithmetic", DEMONSTRATIONS)
 
 
 def _megatron_problems(args: argparse.Namespace, parser: CommandLine) -> list[str]:

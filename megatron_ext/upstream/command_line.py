@@ -48,7 +48,31 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: %(default)s)" if takes_value and not says_default else text
 
 
-class CommandLine(argparse.ArgumentParser):
+class JobParser(argparse.ArgumentParser):
+    """A parser that every rank of a job has: help and errors are printed once."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit with status 2; only rank 0 prints.
+
+        A rank that torchrun has not ended when its turn has come is the only one with a problem
+        (a file that its node lacks), and prints as well.
+        """
+        rank = int(os.environ.get("RANK", "0"))
+        if rank != 0:
+            if "TORCHELASTIC_RUN_ID" not in os.environ:
+                self.exit(2)
+            time.sleep(_TURN_SECONDS)
+            message = f"on rank {rank}: {message}"
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help, once in a job."""
+        if int(os.environ.get("RANK", "0")) == 0:
+            super().print_help(file)
+
+
+class CommandLine(JobParser):
     """``read`` words; ``refuse`` them with every reason."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -79,26 +103,6 @@ class CommandLine(argparse.ArgumentParser):
     def refuse(self, problems: Sequence[str]) -> NoReturn:
         """End the process with status 2 and a message that lists the problems."""
         self.error("".join(f"\n  {problem}" for problem in problems))
-
-    def error(self, message: str) -> NoReturn:
-        """Print usage and message, and exit with status 2; only rank 0 prints.
-
-        A rank that torchrun has not ended when its turn has come is the only one with a problem
-        (a file that its node lacks), and prints as well.
-        """
-        rank = int(os.environ.get("RANK", "0"))
-        if rank != 0:
-            if "TORCHELASTIC_RUN_ID" not in os.environ:
-                self.exit(2)
-            time.sleep(_TURN_SECONDS)
-            message = f"on rank {rank}: {message}"
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-    def print_help(self, file: Any = None) -> None:
-        """Print the help, once in a job."""
-        if int(os.environ.get("RANK", "0")) == 0:
-            super().print_help(file)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Convert an option's words; a bad one is noted and reading goes on."""

@@ -1,19 +1,10 @@
-"""Options of the job, its weights and checkpoints.
+"""Options of weights and checkpoints.
 
 No `from __future__ import annotations`: Megatron's ArgumentGroupFactory needs the field types
 themselves.
 """
 
 from dataclasses import dataclass
-from typing import Literal
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobConfig:
-    """What a run does."""
-
-    algorithm: Literal["sft"] = "sft"
-    """How the policy is trained: sft = supervised, on the tokens of the training data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ key that all heads share, with the up-projections absorbed into queries and outp
 returns an `AttentionDecoder`.
 Invariant the tests check: equal to the module's own forward over the whole sequence.
 
-Legend: T tokens of a step, D model, G key/value heads and R query heads of each on this rank, H = G
-* R, W width of a head, C latent width, P rotary width.
+Legend: T tokens of a step, D model, G key/value heads and R query heads of each on this rank, H all
+of one kind, W width of a head, C latent width, P rotary width, K = C + P.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from torch import Tensor
 from megatron_ext.parallel.norm import RMSNorm
 from megatron_ext.rollout.attention import CacheIndex, cached_attention, write
 from megatron_ext.rollout.cache import CacheField
+from megatron_ext.upstream.decode_product import Function, plain_product
 
-Function = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor, Tensor | None], Function]
+"""(weight [out, in], bias) -> their product with tokens."""
 
 
 class Rotary(NamedTuple):
@@ -210,19 +212,22 @@ def _softmax_scale(attention: Any) -> float:
     return scale / (attention.layer_number if config.apply_query_key_layer_scaling else 1)
 
 
-def linear_function(linear: Any) -> Function:
-    """[T, in] -> [T, out], bias and tensor-parallel reduction included."""
+def linear_function(linear: Any, *, product: Product = plain_product) -> Function:
+    """[T, in] -> [T, out], bias and tensor-parallel reduction included.
+
+    product: of a weight and a bias with tokens.
+    """
     kind = type(linear)  # exactly these: a subclass (an adapter) computes more
     if kind is ColumnParallelLinear and not linear.gather_output:
-        weight, bias = linear.weight, linear.bias
-        return lambda x: F.linear(x, weight, bias)
+        return product(linear.weight, linear.bias)
     if kind is RowParallelLinear and linear.input_is_parallel:
-        weight, bias, group = linear.weight, linear.bias, linear.tp_group
+        bias, group = linear.bias, linear.tp_group
         if group.size() == 1:
-            return lambda x: F.linear(x, weight, bias)
+            return product(linear.weight, bias)
+        multiply = product(linear.weight, None)
 
         def reduced(x: Tensor) -> Tensor:
-            out = F.linear(x, weight)
+            out = multiply(x)
             dist.all_reduce(out, group=group)
             return out if bias is None else out.add_(bias)
 

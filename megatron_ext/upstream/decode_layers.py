@@ -22,24 +22,30 @@ from torch import Tensor, nn
 
 from megatron_ext.upstream.decode_attention import (
     AttentionDecoder,
-    Function,
     KeyValueDecoder,
+    Product,
     StepTensors,
     attention_decoder,
     linear_function,
     norm_function,
     whole_module,
 )
+from megatron_ext.upstream.decode_product import Function, plain_product
 
 LayerFunction = Callable[[Tensor, StepTensors, tuple[Tensor, ...]], Tensor]
 """(hidden states [T, D], step, the layer's part of the cache) -> hidden states [T, D]."""
 
 
-def layer_function(layer: Any) -> LayerFunction:
-    """The fastest way we know through a layer; holds its parameters: build it for each rollout."""
+def layer_function(layer: Any, *, product: Product = plain_product) -> LayerFunction:
+    """The fastest way we know through a layer; holds its parameters: build it for each rollout.
+
+    product: of the weights of a dense MLP, the largest there are.
+    """
     attention = attention_decoder(layer.self_attention)
     assert attention is not None, "refuse_undecodable comes first"
-    return _by_parts(layer, attention) if is_known(layer) else layer_as_it_is(layer)
+    if not is_known(layer):
+        return layer_as_it_is(layer)
+    return _by_parts(layer, attention, product)
 
 
 def is_known(layer: Any) -> bool:
@@ -64,9 +70,9 @@ def is_known(layer: Any) -> bool:
     )
 
 
-def _by_parts(layer: Any, attend: AttentionDecoder) -> LayerFunction:
+def _by_parts(layer: Any, attend: AttentionDecoder, product: Product) -> LayerFunction:
     input_norm = norm_function(layer.input_layernorm)
-    mlp_norm, mlp = norm_function(layer.pre_mlp_layernorm), _mlp_function(layer.mlp)
+    mlp_norm, mlp = norm_function(layer.pre_mlp_layernorm), _mlp_function(layer.mlp, product)
 
     def run(x_TD: Tensor, step: StepTensors, cache: tuple[Tensor, ...]) -> Tensor:
         x_TD = attend(input_norm(x_TD), step, cache).add_(x_TD)
@@ -108,7 +114,7 @@ class _CachedCore(nn.Module):
         return self.decoder.attend(q_TGRW, key[:, 0], value[:, 0], self.step, self.cache)[:, None]
 
 
-def _mlp_function(mlp: Any) -> Function:
+def _mlp_function(mlp: Any, product: Product) -> Function:
     """A dense MLP by its parts, anything else (experts) as it is."""
     config = mlp.config
     is_plain = (
@@ -120,7 +126,7 @@ def _mlp_function(mlp: Any) -> Function:
     )
     if not is_plain:
         return whole_module(mlp)
-    up, down = linear_function(mlp.linear_fc1), linear_function(mlp.linear_fc2)
+    up, down = (linear_function(x, product=product) for x in (mlp.linear_fc1, mlp.linear_fc2))
     activation = config.activation_func
     if not config.gated_linear_unit:
         return lambda x_TD: down(activation(up(x_TD)))

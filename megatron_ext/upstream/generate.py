@@ -1,35 +1,87 @@
-"""Sampling from a checkpoint: Hugging Face or GGUF (--hf-model) or Megatron (--load)."""
+"""Sampling from a checkpoint: Hugging Face or GGUF (--hf-model) or Megatron (--load).
+
+Replicas share out what is to be sampled; what comes out does not depend on how many there are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_ext.environments.base import EpisodeStart
+from megatron_ext.environments.codecs import ModelCodec
+from megatron_ext.environments.codecs import open_codec as open_codec_of
+from megatron_ext.environments.episode import Episode
+from megatron_ext.environments.runner import EpisodeRunner
 from megatron_ext.rollout.engine import RolloutEngine
 from megatron_ext.rollout.types import Completion, Request
-from megatron_ext.upstream.arguments import Options
+from megatron_ext.upstream.arguments import Options, build_parser
 from megatron_ext.upstream.evaluate import fill_model, parse_for_evaluation
 from megatron_ext.upstream.layout import Layout, open_layout
 from megatron_ext.upstream.model import build_chunks
 from megatron_ext.upstream.rollout import MegatronDecoder
+from megatron_ext.weights.checks import open_checkpoint
+
+USUAL_CONTEXT = 2048
+"""Tokens of a sequence, unless told or the checkpoint has fewer positions."""
 
 
-def open_decoder(words: Sequence[str], *, max_context: int) -> tuple[Options, MegatronDecoder]:
-    """A model that only samples, from the checkpoint that the words name.  Collective.
+def parse_for_sampling(words: Sequence[str], *, max_context: int | None = None) -> Options:
+    """The options of a command line that may leave out what only training needs.
 
-    words: options of pretrain_rl.py; what only training needs may be left out.
-    max_context: longest sequence, prompt included.
+    max_context: longest sequence, prompt included, which becomes --seq-length; None = 2048, or
+    fewer where the checkpoint has fewer positions.
+    """
+    given = {flag.name for flag in build_parser().given(words)}
+    length = usual_context(words) if max_context is None else max_context
+    positions = ["--max-position-embeddings", str(length)]
+    if "max_position_embeddings" in given:
+        positions = []
+    return parse_for_evaluation([*words, *positions], seq_length=length)
+
+
+def usual_context(words: Sequence[str], *, at_most: int = USUAL_CONTEXT) -> int:
+    """The longest sequence of a command line's checkpoint, up to a limit."""
+    parsed = build_parser().read(words)[0]
+    if not parsed.hf_model:
+        return min(at_most, parsed.max_position_embeddings or at_most)
+    try:
+        architecture = open_checkpoint(Path(parsed.hf_model), drop_mtp=True).architecture
+    except ValueError:
+        return at_most  # `parse` says what is wrong, with all the rest
+    return min(at_most, architecture.max_positions, architecture.sliding_window or at_most)
+
+
+def open_codec(options: Options) -> ModelCodec:
+    """The codec of a run's tokenizer."""
+    args = options.megatron
+    return open_codec_of(
+        kind=args.tokenizer_type,
+        model=args.tokenizer_model,
+        checkpoint=args.hf_model,
+        chat_template=args.chat_template,
+        prompts_as_messages=options.environments.tasks_as_chat,
+    )
+
+
+def open_sampler(options: Options) -> MegatronDecoder:
+    """A model that only samples, with the weights of the options' checkpoint.  Collective.
 
     Raises:
-        ValueError: there is no such checkpoint, or it does not fit the words.
+        ValueError: there is no such checkpoint, or it does not fit the options.
     """
-    lengths = ["--max-position-embeddings", str(max_context)]
-    options = parse_for_evaluation([*words, *lengths], seq_length=max_context)
     layout = open_layout(options.megatron)
     chunks = build_chunks(options.megatron, layout, wrap=False)
     fill_model(options, layout, chunks=chunks)
-    return options, MegatronDecoder(options.megatron, layout, chunks)
+    return MegatronDecoder(options.megatron, layout, chunks)
+
+
+def open_decoder(words: Sequence[str], *, max_context: int) -> tuple[Options, MegatronDecoder]:
+    """`parse_for_sampling` and `open_sampler` in one."""
+    options = parse_for_sampling(words, max_context=max_context)
+    return options, open_sampler(options)
 
 
 def generate_on_replicas(
@@ -46,11 +98,49 @@ def generate_on_replicas(
     its prefill.  Tickets are those of the replica that sampled.
     on_completion: told of each of a replica's own as it ends, on the rank that drives it.
     """
-    order: dict[tuple[int, ...], int] = {}
-    owners = [order.setdefault(r.prompt_ids, len(order)) % layout.dp_size for r in requests]
-    mine = [r for r, owner in zip(requests, owners, strict=True) if owner == layout.dp_rank]
-    found = engine.generate(mine, version=version, on_completion=on_completion)
-    parts: list[list[Completion] | None] = [None] * layout.dp_size
+
+    def generate(mine: list[Request]) -> list[Completion]:
+        return engine.generate(mine, version=version, on_completion=on_completion)
+
+    keys = [request.prompt_ids for request in requests]
+    return _share_out(requests, keys, layout, work=generate)
+
+
+def play_on_replicas(
+    engine: RolloutEngine,
+    runner: EpisodeRunner,
+    starts: Sequence[EpisodeStart],
+    layout: Layout,
+    *,
+    version: int = 0,
+    on_episode: Callable[[Episode], None] | None = None,
+) -> list[Episode]:
+    """An episode for every start, in order, on every rank; replicas share them out.  Collective.
+
+    Groups stay together.
+    on_episode: told of each of a replica's own as it ends, on the rank that drives it.
+    """
+
+    def play(mine: list[EpisodeStart]) -> list[Episode]:
+        return engine.run(
+            lambda session: runner.run(session, mine, on_episode=on_episode), version=version
+        )
+
+    return _share_out(starts, [start.group for start in starts], layout, work=play)
+
+
+def _share_out[Item, Result](
+    items: Sequence[Item],
+    keys: Iterable[object],
+    layout: Layout,
+    *,
+    work: Callable[[list[Item]], list[Result]],
+) -> list[Result]:
+    """What `work` makes of all items, in order; items with one key go to one replica."""
+    order: dict[object, int] = {}
+    owners = [order.setdefault(key, len(order)) % layout.dp_size for key in keys]
+    found = work([i for i, owner in zip(items, owners, strict=True) if owner == layout.dp_rank])
+    parts: list[list[Result] | None] = [None] * layout.dp_size
     dist.all_gather_object(parts, found, group=layout.groups.dp)
     iterators = [iter(part or []) for part in parts]
     return [next(iterators[owner]) for owner in owners]

@@ -6,12 +6,14 @@ Invariant the tests check: sizes multiply to the world size and every rank has i
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.training import initialize
 from torch.distributed import ProcessGroup
 
@@ -65,8 +67,11 @@ def open_layout(args: Namespace) -> Layout:
     """Join the job: logging, ``torch.distributed``, Megatron's groups and random states.
 
     ``args`` are Megatron's, parsed and validated.  Collective over all ranks.  An initialised
-    process group (a test's) is used as it is.
+    process group (a test's) is used as it is; a process that torchrun did not start is a job by
+    itself.
     """
+    if not torch.distributed.is_initialized() and "MASTER_ADDR" not in os.environ:
+        _be_alone(args)
     initialize.initialize_megatron(allow_no_cuda=True, skip_mpu_initialization=True)
     initialize._initialize_distributed(None, None, None)
     initialize._set_random_seed(args.seed, args.data_parallel_random_init)
@@ -77,7 +82,19 @@ def open_layout(args: Namespace) -> Layout:
     )
 
 
+def _be_alone(args: Namespace) -> None:
+    """A process group of this process, which needs neither a port nor a launcher."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    # documented, but torch does not declare it as exported
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    torch.distributed.init_process_group(
+        args.distributed_backend, store=store, rank=0, world_size=1
+    )
+
+
 def close_layout() -> None:
     """Leave the job: destroy the groups, so that the next layout of this process starts clean."""
     parallel_state.destroy_model_parallel()
+    destroy_rerun_state_machine()
     torch.distributed.destroy_process_group()

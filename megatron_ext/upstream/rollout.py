@@ -1,18 +1,14 @@
-"""Decoding on the training model's own chunks, in any layout of tensor, pipeline and data
-parallelism.
+"""Decoding on the training model's own chunks, in any layout of tensor, pipeline and data ranks.
 
 One rank of each model replica drives: the last pipeline stage's first tensor-parallel rank, where
-the
 logits end up.  It decides on a step and sends the plan to the others, which carry it out: hidden
 states go from stage to stage, chunk by chunk under interleaving, and logits are gathered from the
 tensor-parallel ranks of the last stage, those of the wanted tokens only.
 Replicas decode on their own, unless experts are spread over them: then they step together.
 Invariant the tests check: every layout gives the tokens and log-probabilities of one process.
-Not covered: context parallelism; two steps at a time in a pipeline, whose stages take turns
-instead.
+Not covered: context parallelism; steps that overlap in a pipeline (its stages take turns).
 
-Legend: T tokens of a step, D model, N wanted tokens, V vocabulary columns of this rank, S
-positions.
+Legend: T tokens of a step, D model, N wanted tokens, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -20,11 +16,11 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -42,10 +38,9 @@ from megatron_ext.upstream.decode_parts import (
     refuse_undecodable,
     rotary_table,
 )
+from megatron_ext.upstream.decode_product import Function, PackedProducts
 from megatron_ext.upstream.layout import Layout
 from megatron_ext.upstream.model import bare
-
-T = TypeVar("T")
 
 _FIRST_PART = 1024
 """Integers of a plan that are sent at once; a longer plan takes a second message."""
@@ -95,28 +90,37 @@ class MegatronDecoder:
             device=self.device,
         )
         self._layers: list[list[LayerFunction]] = []
+        self._output: Function | None = None
         self._rotary: Rotary | None = None
         self._rotary_length = 0
 
-    def run(self, drive: Callable[[], T]) -> T:
+    def run[Result](self, drive: Callable[[], Result]) -> Result:
         """Call `drive` on the driver, carry out its plans on the others; its result on all ranks.
+
+        Every replica must call it where parameter all-gathers overlap with the training forward.
 
         Raises:
             DriverFailed: on the other ranks, if `drive` raised.
         """
         with decode_mode(self.chunks):
-            function = layer_function if self._by_parts else layer_as_it_is
+            product = PackedProducts()
+            function = layer_as_it_is
+            if self._by_parts:
+                function = partial(layer_function, product=product)
             self._layers = [[function(x) for x in m.decoder.layers] for m in self.models]
+            if self.layout.is_last_stage:
+                self._output = product(_output_weight(self.models[-1]))
             self.cache.drop()
             try:
                 return self._drive(drive) if self.is_driver else self._follow()
             finally:
-                self._layers = []
+                self._layers, self._output = [], None
                 self.cache.drop()
 
     def forward(self, plan: StepPlan) -> Tensor:
         """Logits [N, vocabulary] of the wanted tokens, fp32; only the driver calls it."""
-        self._send(plan.to_integers())
+        if not self._is_alone:
+            self._send(plan.to_integers())
         logits = self._carry_out(plan)
         assert logits is not None, "the driver is on the last stage"
         return logits
@@ -129,7 +133,7 @@ class MegatronDecoder:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.layout.groups.dp)
         return bool(flag)
 
-    def _drive(self, drive: Callable[[], T]) -> T:
+    def _drive[Result](self, drive: Callable[[], Result]) -> Result:
         outcome: list[Any] = [None, "did not finish"]
         try:
             outcome = [drive(), None]
@@ -137,8 +141,8 @@ class MegatronDecoder:
             if outcome[1] is not None:
                 error = sys.exception()
                 outcome[1] = f"{type(error).__name__}: {error}"
-            self._send([0])
             if not self._is_alone:
+                self._send([0])
                 dist.broadcast_object_list(outcome, src=self._driver, group=self.layout.groups.mp)
         return outcome[0]
 
@@ -153,8 +157,6 @@ class MegatronDecoder:
 
     def _send(self, integers: list[int]) -> None:
         """Send a plan, integers with their number first, to the others; [0] ends the rollout."""
-        if self._is_alone:
-            return
         padded = integers + [0] * (_FIRST_PART - len(integers))
         for part in (padded[:_FIRST_PART], padded[_FIRST_PART:]):
             if part:
@@ -219,18 +221,24 @@ class MegatronDecoder:
 
     def _logits(self, model: Any, hidden_TD: Tensor, plan: StepPlan) -> Tensor | None:
         """Logits of the wanted tokens, real vocabulary only, on the driver."""
-        hidden_ND = hidden_TD[torch.tensor(plan.wanted, dtype=torch.int64, device=self.device)]
+        hidden_ND = hidden_TD
+        if len(plan.wanted) < len(plan.tokens):
+            rows_N = torch.tensor(plan.wanted, dtype=torch.int64, device=self.device)
+            hidden_ND = hidden_TD[rows_N]
         if model.decoder.final_layernorm is not None:
             hidden_ND = model.decoder.final_layernorm(hidden_ND)
-        weight = (
-            model.shared_embedding_or_output_weight()
-            if model.share_embeddings_and_output_weights
-            else model.output_layer.weight
-        )
-        logits_NV = model._scale_logits(F.linear(hidden_ND, weight))
+        assert self._output is not None, "run() makes it on the last stage"
+        logits_NV = model._scale_logits(self._output(hidden_ND))
         tp = self.layout.groups.tp
         if tp.size() > 1:
             logits_NV = gather_columns(logits_NV, group=tp)
         if logits_NV is None:
             return None
         return logits_NV[:, : self.vocab_size].float()
+
+
+def _output_weight(model: Any) -> Tensor:
+    """[vocabulary of this rank, D] of the model's output layer."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from megatron_ext.packing.leak import RIGHT, WRONG, packing_errors
 from megatron_ext.packing.plan import plan_step
 from megatron_ext.upstream.checkpoint_tensors import load_weights, on_writer, save_weights
 from megatron_ext.upstream.evaluate import evaluation_replica, logprobs_of
+from megatron_ext.upstream.self_check_rl import ratios_are_one, sampler_is_trainer
 from megatron_ext.upstream.self_check_setup import (
+    Line,
     Setup,
     dense_logprobs,
     packed_row,
@@ -34,18 +36,6 @@ from megatron_ext.upstream.self_check_setup import (
 
 _LOUD = 1e3
 """How far the padding's output weights are turned up to see whether they are heard."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """The outcome of one question."""
-
-    name: str
-    passed: bool
-    number: str
-    """What was measured."""
-    advice: str
-    """What to do if it failed, or why it was not asked."""
 
 
 Check = Callable[[Setup], Line]
@@ -207,6 +197,8 @@ LINES: tuple[Check, ...] = (
     packing_is_exact,
     leaks_are_seen,
     normalisation_counts,
+    sampler_is_trainer,
+    ratios_are_one,
 )
 """What `run_checks` asks, in order."""
 

@@ -27,6 +27,18 @@ _LENGTHS = (0.9, 0.5, 0.3, 0.7, 0.2, 0.4)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Line:
+    """The outcome of one question."""
+
+    name: str
+    passed: bool
+    number: str
+    """What was measured."""
+    advice: str
+    """What to do if it failed, or why it was not asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """A model on its layout, and what it is compared with."""
 

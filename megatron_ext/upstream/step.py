@@ -11,14 +11,12 @@ Legend: B rows, S positions, D model, T = B * S.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -27,25 +25,22 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_ext.logprobs.chunked import selected_logprobs
+from megatron_ext.logprobs.vocab_parallel import LogProbs
 from megatron_ext.packing.types import Microbatch
 from megatron_ext.upstream.arguments import Options
+from megatron_ext.upstream.forward_step import (
+    CountedFinalize,
+    ForwardStep,
+    Objective,
+    PipelineEvent,
+    cross_entropy,
+    names_of_statistics,
+)
 from megatron_ext.upstream.layout import Layout
-from megatron_ext.upstream.microbatches import packed_params
 from megatron_ext.upstream.model import TrainableModel
 from megatron_ext.upstream.pipeline import CountingP2P, build_communicator
 
-Objective = Callable[[Tensor, Microbatch], Tensor]
-"""(log-probabilities [B, S] of the labels, microbatch) -> per-token losses [B, S].
-
-Where the weight is 0 nothing is computed: the log-probability is 0, and the loss is left out,
-whatever it or its derivative is."""
-PipelineEvent = tuple[Literal["forward", "backward"], int, int]
-"""(what, microbatch, model chunk) as executed on this rank."""
-
-
-def cross_entropy(logprobs_BS: Tensor, _microbatch: Microbatch) -> Tensor:
-    """Negative log-likelihood of the labels, the objective of supervised training."""
-    return -logprobs_BS
+__all__ = ["Objective", "PipelineEvent", "StepResult", "Stepper", "build_stepper", "cross_entropy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +55,8 @@ class StepResult:
     """Positions with a weight, over the whole job."""
     num_positions: int
     """Positions computed, padding included, over the whole job."""
+    statistics: Mapping[str, float] = field(default_factory=dict)
+    """Of the objective: means over the trained positions of the whole job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +93,7 @@ class Stepper:
             ]
         )
         expected = sums[0]
-        counted = _CountedFinalize()
+        counted = CountedFinalize()
         self._prepare(microbatches, counted, forward_only=forward_only)
         run = get_forward_backward_func(
             pp_size=self.layout.pp_size,
@@ -105,7 +102,7 @@ class Stepper:
         iterators = [enumerate(microbatches) for _ in self.model.chunks]
         rows, length = microbatches[0].tokens_BS.shape
         reports = run(
-            forward_step_func=_ForwardStep(self, objective, on_event),
+            forward_step_func=ForwardStep(self, objective, on_event),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.model.chunks if len(iterators) > 1 else self.model.chunks[0],
             num_microbatches=len(microbatches),
@@ -120,11 +117,15 @@ class Stepper:
                 f"Megatron divided the gradients by {counted.total}, but the microbatches count "
                 f"{expected}"
             )
+        names = names_of_statistics(objective)
+        total, *statistics = self._totals(reports, width=1 + len(names))
+        means = [value / max(sums[1], 1) for value in statistics]
         return StepResult(
-            loss=self._total(reports) / max(expected, 1),
+            loss=total / max(expected, 1),
             count=expected,
             num_trained=sums[1],
             num_positions=sums[2],
+            statistics=dict(zip(names, means, strict=True)),
         )
 
     def _check(self, microbatches: Sequence[Microbatch]) -> None:
@@ -141,7 +142,7 @@ class Stepper:
                 )
 
     def _prepare(
-        self, microbatches: Sequence[Microbatch], counted: _CountedFinalize, *, forward_only: bool
+        self, microbatches: Sequence[Microbatch], counted: CountedFinalize, *, forward_only: bool
     ) -> None:
         config = self.model.config
         config.finalize_model_grads_func = counted
@@ -153,15 +154,15 @@ class Stepper:
             chunk.zero_grad_buffer()
         self.model.optimizer.zero_grad()
 
-    def _total(self, reports: list[Tensor]) -> float:
-        """Sum of the weighted losses over microbatches and data-parallel ranks, on every rank."""
-        total = torch.zeros(1, dtype=torch.float64)
+    def _totals(self, reports: list[Tensor], *, width: int) -> list[float]:
+        """Sums of the reports over microbatches and data-parallel ranks, on every rank."""
+        totals = torch.zeros(width, dtype=torch.float64)
         if self.layout.is_last_stage:
-            total += torch.stack(reports).sum().cpu()
-        total = total.to(self._device())
-        torch.distributed.all_reduce(total, group=self.layout.dp_cp_group)
-        torch.distributed.all_reduce(total, group=self.layout.groups.pp)
-        return float(total)
+            totals += torch.stack(reports).sum(dim=0).cpu()
+        totals = totals.to(self._device())
+        torch.distributed.all_reduce(totals, group=self.layout.dp_cp_group)
+        torch.distributed.all_reduce(totals, group=self.layout.groups.pp)
+        return totals.tolist()
 
     def _sum_over_data(self, values: list[int]) -> list[int]:
         tensor = torch.tensor(values, dtype=torch.int64, device=self._device())
@@ -179,8 +180,10 @@ class Stepper:
         output_weight: Tensor | None,
         labels: Tensor,
         needed: Tensor | None = None,
-    ) -> Tensor:
-        """Log-probabilities [B, S] of ``labels`` [B, S] from hidden states [S(/t), B, D].
+        with_entropy: bool = False,
+    ) -> LogProbs:
+        """Log-probabilities (and entropies) [B, S] of ``labels`` [B, S] from hidden states
+        [S(/t), B, D].
 
         needed: bool [B, S], the same on all tensor-parallel ranks; elsewhere values and gradients
         are 0.  None = all.
@@ -201,10 +204,14 @@ class Stepper:
             tp_group=group,
             temperature=self.temperature,
             chunk_size=self.logprob_chunk_size,
+            with_entropy=with_entropy,
             needed_T=None if needed is None else needed.transpose(0, 1).reshape(-1),
             validate_labels=False,
         )
-        return found.logprobs.view(length, rows).transpose(0, 1).contiguous()
+        laid = [
+            None if x is None else x.view(length, rows).transpose(0, 1).contiguous() for x in found
+        ]
+        return LogProbs(*laid)  # type: ignore[arg-type]
 
 
 def build_stepper(options: Options, *, model: TrainableModel, layout: Layout) -> Stepper:
@@ -219,78 +226,5 @@ def build_stepper(options: Options, *, model: TrainableModel, layout: Layout) ->
         ),
         vocab_size=options.megatron.vocab_size,
         logprob_chunk_size=options.logprobs.logprob_chunk_size,
+        temperature=options.training_temperature,
     )
-
-
-class _ForwardStep:
-    """Megatron's ``forward_step_func``: one microbatch through one model chunk."""
-
-    def __init__(
-        self,
-        stepper: Stepper,
-        objective: Objective,
-        on_event: Callable[[PipelineEvent], None] | None,
-    ) -> None:
-        self.stepper = stepper
-        self.objective = objective
-        self.on_event = on_event
-
-    def __call__(self, data: Iterator[tuple[int, Microbatch]], chunk: Any) -> tuple[Tensor, Any]:
-        index, microbatch = next(data)
-        output = chunk(
-            microbatch.tokens_BS,
-            microbatch.positions_BS,
-            None,
-            labels=microbatch.labels_BS,
-            packed_seq_params=packed_params(microbatch),
-            output_processor=partial(self._output, needed=microbatch.weights_BS != 0),
-        )
-        self._record(output, index, chunk)
-        return output, lambda logprobs_BS: self._loss(logprobs_BS, microbatch)
-
-    def _output(
-        self,
-        *,
-        hidden_states: Tensor,
-        output_layer: Any,
-        output_weight: Tensor | None,
-        labels: Tensor,
-        needed: Tensor,
-        **_: Any,
-    ) -> Tensor:
-        return self.stepper.token_logprobs(
-            hidden_states=hidden_states,
-            output_layer=output_layer,
-            output_weight=output_weight,
-            labels=labels,
-            needed=needed,
-        )
-
-    def _loss(self, logprobs_BS: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
-        losses_BS = self.objective(logprobs_BS, microbatch)
-        weights_BS = microbatch.weights_BS
-        weighted = torch.where(weights_BS != 0, losses_BS * weights_BS, torch.zeros_like(losses_BS))
-        count = torch.tensor(microbatch.count, dtype=torch.int, device=weighted.device)
-        total = weighted.sum()
-        return total, count, weighted.detach().double().sum()
-
-    def _record(self, output: Tensor, index: int, chunk: Any) -> None:
-        if self.on_event is None:
-            return
-        number = self.stepper.model.chunks.index(chunk)
-        on_event = self.on_event
-        on_event(("forward", index, number))
-        if output.requires_grad:
-            output.register_hook(lambda _: on_event(("backward", index, number)))
-
-
-class _CountedFinalize:
-    """Megatron's gradient finalisation that keeps the number it divided by."""
-
-    def __init__(self) -> None:
-        self.total: int | None = None
-
-    def __call__(self, chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-        finalize_model_grads(chunks, num_tokens, **kwargs)
-        assert num_tokens is not None, "--calculate-per-token-loss passes the count"
-        self.total = int(num_tokens)

@@ -1,9 +1,13 @@
-"""One parameter update: clip, optimizer step, schedule; its results are known to every rank."""
+"""One parameter update: clip, optimizer step, schedule; its results are known to every rank.
+
+Invariant the tests check: a run whose first steps trained nothing can be saved and resumed.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training.utils import (
     logical_and_across_model_parallel_group,
     reduce_max_stat_across_model_parallel_group,
@@ -34,3 +38,20 @@ def update(model: TrainableModel, layout: Layout, *, num_samples: int) -> Update
     return UpdateResult(
         grad_norm=float(grad_norm or 0.0), learning_rate=rate, skipped=not succeeded
     )
+
+
+def skip_update(model: TrainableModel, *, num_samples: int) -> None:
+    """Only move the schedule on; the optimizer then has a state to save even before any update."""
+    for optimizer in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
+        if getattr(optimizer, "is_stub_optimizer", False) or optimizer.optimizer.state:
+            continue
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.load_state_dict(optimizer.state_dict())  # makes room, as before loading
+            for state in optimizer.optimizer.state.values():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name].zero_()
+        else:
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        for group in optimizer.optimizer.param_groups:
+            group.setdefault("step", 0)
+    model.scheduler.step(increment=num_samples)

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_ext.upstream.command_line import GivenFlag
 from megatron_ext.upstream.machine import Machine
 from megatron_ext.upstream.validation_layout import layout_problems, sizes_below_one
+from megatron_ext.upstream.validation_rl import reinforcement_problems
 from megatron_ext.upstream.validation_support import support_problems
 from megatron_ext.upstream.validation_training import training_problems
 
@@ -40,6 +41,7 @@ def problems(
         found += configs["data"].problems(
             tokenizer_model=args.tokenizer_model, eval_interval=args.eval_interval
         )
+    found += reinforcement_problems(args, configs)
     if "checkpoint" in configs:
         found += configs["checkpoint"].problems()
     if "packing" in configs and not no_sizes:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_ext.environments.arithmetic_tasks import TOKENIZER
 from megatron_ext.environments.characters import CharacterTokenizer
 from megatron_ext.environments.datasets import JsonlSource, TextTask, parse_task, read_tasks
-from megatron_ext.environments.gsm8k import convert_gsm8k, task_of_gsm8k
+from megatron_ext.environments.gsm8k import read_gsm8k, task_of_gsm8k
 from megatron_ext.environments.text import CharacterCodec
 from megatron_ext.rewards.config import RewardConfig
 from megatron_ext.rewards.plain_text import numeric
@@ -160,18 +160,23 @@ def test_a_gsm8k_record_becomes_a_task():
     assert task_of_gsm8k(record)["prompt"].startswith("How many?\nReason step by step")
 
 
-@pytest.mark.parametrize("record", [{}, {"question": "?", "answer": "5"}, {"question": "?"}])
+def test_a_gsm8k_file_is_tasks_by_line_number(tmp_path):
+    record = {"question": "How many?", "answer": "It is five.\n#### 5"}
+    (task,) = read_gsm8k(write(tmp_path, "", record))
+    assert (task.id, task.answer, task.verifier) == ("2", "5", "numeric")
+    assert task.metadata == {"source": "gsm8k", "solution": "It is five."}
+
+
+@pytest.mark.parametrize("record", [{}, {"question": "?", "answer": "5"}, {"question": "?"}, [1]])
 def test_what_is_no_gsm8k_record_is_named(tmp_path, record):
     source = write(tmp_path, {"question": "?", "answer": "#### 1"}, record)
     with pytest.raises(ValueError, match="line 2: "):
-        convert_gsm8k(source, tmp_path / "out.jsonl")
+        read_gsm8k(source)
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="shared/data/gsm8k_train.jsonl is not there")
-def test_all_of_gsm8k_is_read_and_its_solutions_are_right(tmp_path):
-    target = tmp_path / "gsm8k.jsonl"
-    assert convert_gsm8k(GSM8K, target) == 7473
-    tasks = read_tasks(target)
+def test_all_of_gsm8k_is_read_and_its_solutions_are_right():
+    tasks = read_gsm8k(GSM8K)
     solutions = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
     rewards = [numeric(s, answer=t.answer).reward for s, t in zip(solutions, tasks, strict=True)]
     assert sum(rewards) == len(tasks) == 7473

@@ -11,7 +11,7 @@ from megatron_ext.environments.arithmetic_tasks import TOKENIZER
 from megatron_ext.environments.base import EpisodeLimits
 from megatron_ext.environments.config import EnvironmentConfig
 from megatron_ext.environments.datasets import TextTask
-from megatron_ext.environments.sources import open_source
+from megatron_ext.environments.sources import open_evaluation, open_source
 from megatron_ext.environments.text import CharacterCodec, HuggingFaceCodec, TextEnvironment
 from megatron_ext.rewards.base import Verdict
 from megatron_ext.rewards.config import RewardConfig
@@ -80,6 +80,29 @@ def test_files_of_tasks(verify, tmp_path):
     config = EnvironmentConfig(**{name: str(path) for name, path in paths.items()})
     source = open_source(config, codec=CODEC, verify=verify)
     assert (source.train(3).id, source.held_out(1)[0].id) == ("tasks", "eval_tasks")
+
+
+def test_what_is_evaluated(verify, tmp_path):
+    """Held-out tasks; of a file without held-out ones its own, all or the first."""
+    source, tasks = open_evaluation(EnvironmentConfig(), codec=None, verify=verify)
+    assert tasks == ArithmeticSource().held_out(200)
+    path = tmp_path / "gsm8k.jsonl"
+    records = [{"question": f"{i}+{i}?", "answer": f"#### {2 * i}"} for i in range(5)]
+    path.write_text("\n".join(map(json.dumps, records)))
+    config = EnvironmentConfig(tasks=f"gsm8k:{path}")
+    codec = HuggingFaceCodec(TOKENS)
+    assert config.is_file
+    for count, ids in ((None, "12345"), (2, "12")):
+        source, tasks = open_evaluation(config, codec=codec, verify=verify, count=count)
+        assert "".join(task.id for task in tasks) == ids
+        environment = source.environment()
+        environment.reset(tasks[1])
+        assert environment.step(TOKENS("It is 2.<|im_end|>")["input_ids"]).reward == 1
+    for count in (0, 6):
+        with pytest.raises(ValueError, match=rf"--num-tasks {count} of the 5 in gsm8k:.*: ask for"):
+            open_evaluation(config, codec=codec, verify=verify, count=count)
+    with pytest.raises(ValueError, match="--num-tasks 0: ask for at least 1"):
+        open_evaluation(EnvironmentConfig(), codec=None, verify=verify, count=0)
 
 
 @pytest.mark.parametrize(

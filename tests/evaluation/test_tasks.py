@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megatron_ext.environments.arithmetic import MAX_CONTEXT, ArithmeticSource
@@ -43,6 +45,19 @@ def test_rates_are_those_of_the_tasks():
     assert result.pass_at[1] == wilson_interval(0.5, draws=3)
     assert (result.num_tasks, result.num_episodes, result.num_sampled) == (3, 12, 36)
     assert result.mean_reward == 0.5
+
+
+@pytest.mark.parametrize("passed", [0, 4])
+def test_tasks_that_all_end_alike_leave_a_doubt(passed):
+    result = summarize(of_counts(passed, passed, passed), ks=(1, 2))
+    assert result.pass_at[2] == result.pass_at[1] == wilson_interval(passed / 4, draws=3)
+    assert result.pass_at[2].high - result.pass_at[2].low > 0.5
+
+
+def test_the_record_is_json_with_everything():
+    record = json.loads(json.dumps(summarize(of_counts(4, 0), ks=(1, 2)).as_record()))
+    assert record["pass_at"]["1"] == vars(wilson_interval(0.5, draws=2))
+    assert record["groups"]["family=easy"]["value"] == 0.5 and record["num_tasks"] == 2
 
 
 def test_failed_episodes_are_counted_and_belong_to_no_rate():

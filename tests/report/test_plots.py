@@ -54,6 +54,21 @@ def test_a_plot_is_a_well_formed_element(values):
     assert "width" not in root.attrib
 
 
+def test_numbers_of_reinforcement_share_plots_and_the_rewards_come_first():
+    names = ["loss", "reward_mean", "train_seconds", "pass_rate", "eval_pass_rate_sampled"]
+    names += ["rollout_seconds", "clip_fraction_low", "eval_pass_rate", "clip_fraction_high"]
+
+    groups = group_metrics(names)
+
+    assert [group.names for group in groups] == [
+        ("eval_pass_rate_sampled", "eval_pass_rate"),
+        ("reward_mean", "pass_rate"),
+        ("loss",),
+        ("clip_fraction_low", "clip_fraction_high"),
+        ("train_seconds", "rollout_seconds"),
+    ]
+
+
 def test_colours_are_the_pages():
     svg = svg_of([1.0, 2.0], [2.0, 1.0], [0.0, math.nan])
     assert "#0" not in svg  # no colour stand-in is left

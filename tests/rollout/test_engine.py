@@ -192,15 +192,16 @@ def test_twenty_turns_keep_every_id():
     assert engine.session.stats.positions == 2 + sampled - 1 + 3 * 19
 
 
-def test_interrupted_sequences_keep_tokens_budget_and_versions():
-    """Cases F5 and F10: 5 tokens by version 3, then new weights, then the other 5 by version 4."""
+@pytest.mark.parametrize(("budget", "first"), [(10, 5), (8, 5)], ids=["F10", "F5"])
+def test_interrupted_sequences_keep_tokens_budget_and_versions(budget, first):
+    """Of CASES.md: some tokens by version 3, then new weights, then the others by version 4."""
     model = ToyDecoder()
     engine = engine_of(model)
-    request = Request(prompt_ids=(5, 6), max_new_tokens=10, seed=1)
+    request = Request(prompt_ids=(5, 6), max_new_tokens=budget, seed=1)
 
     def begin(session: RolloutSession) -> None:
         session.submit(request)
-        for _ in range(5):
+        for _ in range(first):
             assert session.step() == []
 
     def end(session: RolloutSession) -> Completion:
@@ -209,13 +210,13 @@ def test_interrupted_sequences_keep_tokens_budget_and_versions():
         return ended[0]
 
     engine.run(begin, version=3)
-    before = naive_turn(model, request.prompt_ids, request, 5)
+    before = naive_turn(model, request.prompt_ids, request, first)
     model.set_weights(1)
     found = engine.run(end, version=4)
-    after = naive_turn(model, [*request.prompt_ids, *before[0]], request, 5)
+    after = naive_turn(model, [*request.prompt_ids, *before[0]], request, budget - first)
     assert list(found.token_ids) == before[0] + after[0]
     assert found.logprobs == pytest.approx(before[1] + after[1], abs=1e-9)
-    assert found.versions == (3,) * 5 + (4,) * 5
+    assert found.versions == (3,) * first + (4,) * (budget - first)
     assert found.stop_reason == "length"
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_ext.packing.types import Microbatch
 from megatron_ext.rollout.config import RolloutConfig
 from megatron_ext.rollout.engine import RolloutEngine
+from megatron_ext.rollout.session import RolloutSession
 from megatron_ext.rollout.types import Completion, Request, SamplingParams, samples_of
 from megatron_ext.upstream.checkpoint import load_weights
 from megatron_ext.upstream.cpu import device_mode
@@ -69,13 +70,22 @@ def trainer_logprobs(stepper: Stepper, request: Request, completion: Completion)
     return seen[0][0, first : first + len(completion.token_ids)].tolist() if seen else []
 
 
-def largest_gap(stepper: Stepper, requests: list[Request], completions: list[Completion]) -> float:
-    """Between the sampler's log-probabilities and the trainer's, where there is an output layer."""
+def largest_gap(
+    stepper: Stepper,
+    requests: list[Request],
+    completions: list[Completion],
+    *,
+    version: int | None = None,
+) -> float:
+    """Between the sampler's log-probabilities and the trainer's, where there is an output layer.
+
+    version: of the tokens that count; None = all.
+    """
     gap = 0.0
     for request, completion in zip(requests, completions, strict=True):
         found = trainer_logprobs(stepper, request, completion)
-        pairs = zip(found, completion.logprobs, strict=bool(found))
-        gap = max([gap, *(abs(a - b) for a, b in pairs)])
+        tokens = zip(found, completion.logprobs, completion.versions, strict=bool(found))
+        gap = max([gap, *(abs(a - b) for a, b, v in tokens if version in (None, v))])
     return gap
 
 
@@ -93,6 +103,41 @@ def sample_and_score(
         else:
             completions = generate_on_replicas(engine, requests, layout)
         return completions, largest_gap(stepper, requests, completions)
+
+
+def sample_over_new_weights(flags: list[str], initial: Path) -> tuple[list[Completion], float]:
+    """Completions that got other weights after five steps, and the largest gap.
+
+    The gap of each token is to the weights that it was sampled by.
+    """
+    with device_mode():
+        options, layout, model, stepper = build(flags)
+        load_weights(model.bare_chunks, layout, folder=initial)
+        engine = RolloutEngine(
+            MegatronDecoder(options.megatron, layout, model.chunks), RolloutConfig(rollout_slots=4)
+        )
+        requests = fixed_requests()
+
+        def begin(session: RolloutSession) -> list[Completion]:
+            session.submit_all(requests)
+            return [completion for _ in range(5) for completion in session.step()]
+
+        def end(session: RolloutSession) -> list[Completion]:
+            ended = []
+            while session.num_unfinished:
+                ended += session.step()
+            return ended
+
+        completions = engine.run(begin, version=1)
+        with torch.no_grad():
+            for chunk in model.chunks:
+                for parameter in chunk.parameters():
+                    parameter.mul_(1.2)
+        completions += engine.run(end, version=2)
+        completions.sort(key=lambda completion: completion.ticket)
+        after = largest_gap(stepper, requests, completions, version=2)
+        load_weights(model.bare_chunks, layout, folder=initial)
+        return completions, max(after, largest_gap(stepper, requests, completions, version=1))
 
 
 def train_and_sample(flags: list[str], *, samples: bool) -> tuple[list[float], list[float]]:
@@ -153,6 +198,27 @@ def drive_badly(flags: list[str]) -> str:
             assert engine.run(lambda session: session.num_unfinished) == 0
             return f"{type(error).__name__}: {error}"
         return ""
+
+
+def fail_on_one_replica(flags: list[str]) -> str | list[Completion]:
+    """What replica 0's driver raises, and what the others, which share experts with it, sample."""
+    with device_mode():
+        options, layout, model, _ = build(flags)
+        engine = RolloutEngine(MegatronDecoder(options.megatron, layout, model.chunks))
+
+        def drive(session: RolloutSession) -> list[Completion]:
+            tickets = session.submit_all(fixed_requests())
+            ended = session.step()
+            if layout.dp_rank == 0:
+                raise KeyError("no such episode")
+            while len(ended) < len(tickets):
+                ended += session.step()
+            return sorted(ended, key=lambda completion: completion.ticket)
+
+        try:
+            return engine.run(drive)
+        except KeyError as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def sample_checkpoints(folders: dict[str, Path], flags: str) -> dict[str, list[Completion]]:

@@ -15,8 +15,10 @@ from tests.ranks import RankPool
 from tests.upstream.jobs import LLAMA, MOE, save_initial_weights
 from tests.upstream.rollout_jobs import (
     drive_badly,
+    fail_on_one_replica,
     layer_by_parts_and_whole,
     sample_and_score,
+    sample_over_new_weights,
     train_and_sample,
 )
 
@@ -127,6 +129,24 @@ def test_training_goes_on_as_if_nothing_was_sampled(ranks, size, flags):
     assert max(gap for _, gaps in between for gap in gaps) < LOGPROB
 
 
+@pytest.mark.slow
+def test_interrupted_sampling_goes_on_with_new_weights(ranks, reference):
+    """Tokens stay, each knows its version, and its log-probability is that version's."""
+    folder, uninterrupted = reference("llama")
+    [(expected, gap)] = ranks(1).run(sample_over_new_weights, LLAMA, folder)
+    assert gap < LOGPROB
+    assert any({1, 2} == set(completion.versions) for completion in expected)
+    for completion, whole in zip(expected, uninterrupted, strict=True):
+        assert list(completion.versions) == sorted(completion.versions)
+        old = completion.versions.count(1)
+        assert completion.token_ids[:old] == whole.token_ids[:old]
+    words = [*LLAMA, *f"{TP2} --sequence-parallel {PP2} {VPP2}".split()]
+    for found, gap in ranks(4).run(sample_over_new_weights, words, folder, timeout=120):
+        assert gap < LOGPROB
+        check_same(found, expected)
+        assert [c.versions for c in found] == [c.versions for c in expected]
+
+
 @pytest.mark.parametrize("extra", [[], ["--qk-layernorm"], ["--add-qkv-bias"]], ids=str)
 def test_layers_by_parts_equal_megatrons_forward(ranks, extra):
     [(by_parts, whole)] = ranks(1).run(layer_by_parts_and_whole, [*LLAMA, *extra])
@@ -153,6 +173,12 @@ def test_an_error_of_the_driver_ends_every_rank(ranks):
         "KeyError: 'no such episode'",
         "DriverFailed: the rollout's driver, rank 0, raised KeyError: 'no such episode'",
     ]
+
+
+def test_replicas_that_share_experts_go_on_when_one_fails(ranks):
+    failed, found = ranks(2).run(fail_on_one_replica, [*MOE, *EP2.split()])
+    assert failed == "KeyError: 'no such episode'"
+    assert all(completion.token_ids for completion in found)
 
 
 def test_models_that_cannot_agree_with_the_trainer_are_refused(ranks):

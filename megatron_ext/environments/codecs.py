@@ -1,0 +1,112 @@
+"""The codec of a model's tokenizer: what --tokenizer-type and --tokenizer-model name.
+
+Invariant the tests check: ids of a chat are those that training on this chat begins with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from megatron_ext.data.config import BYTE_TOKENIZER_TYPES
+from megatron_ext.data.records import Chat
+from megatron_ext.data.tokenizer import END_OF_TEXT, ByteTokenizer
+from megatron_ext.environments.text import HuggingFaceCodec, Message, TextCodec
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+class ModelCodec(TextCodec, Protocol):
+    """A codec that also knows what each token contributes to the text."""
+
+    def token_bytes(self) -> list[bytes]:
+        """One entry for each id; for stop strings (`rollout.engine.RolloutEngine`)."""
+        ...
+
+
+class ByteCodec:
+    """UTF-8 bytes and END_OF_TEXT, texts and chats as `data.tokenizer.ByteTokenizer` has them."""
+
+    stop_ids = frozenset({END_OF_TEXT})
+
+    def __init__(self, *, prompts_as_messages: bool = False) -> None:
+        self._prompts_as_messages = prompts_as_messages
+        self._tokenizer = ByteTokenizer()
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Bytes of a plain prompt, or of a chat up to the answer."""
+        if isinstance(prompt, str) and not self._prompts_as_messages:
+            return self._tokenizer.encode(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        answered = [*(dict(m) for m in messages), {"role": "assistant", "content": ""}]
+        (passages,) = self._tokenizer.encode_chat(Chat(messages=answered, tools=None))
+        return [id for passage in passages[:-1] for id in passage.ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; bytes that are none read as U+FFFD."""
+        return bytes(id for id in ids if id < END_OF_TEXT).decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> list[bytes]:
+        """A byte for each id, nothing for END_OF_TEXT."""
+        return [*(bytes([byte]) for byte in range(256)), b""]
+
+
+def open_codec(
+    *,
+    kind: str | None,
+    model: str | None,
+    checkpoint: str | None = None,
+    chat_template: str | None = None,
+    prompts_as_messages: bool = False,
+) -> ModelCodec:
+    """The codec of a run; the arguments are values of Megatron's flags and of ours.
+
+    kind: --tokenizer-type; None = bytes.
+    model: --tokenizer-model.
+    checkpoint: --hf-model; its generation_config.json, or that of the tokenizer's folder, may name
+    more ids that end a response.
+    chat_template: --chat-template, a Jinja template or the path of one; None = the tokenizer's own.
+
+    Raises:
+        ValueError: there is no usable tokenizer or template.
+    """
+    if kind in BYTE_TOKENIZER_TYPES:
+        return ByteCodec(prompts_as_messages=prompts_as_messages)
+    # transformers takes seconds to import: only where it is used
+    from megatron_ext.data.hugging_face import load_tokenizer
+
+    assert model is not None, "checked with the options"
+    tokenizer = load_tokenizer(model)
+    if chat_template is not None:
+        tokenizer.chat_template = _template(chat_template)
+    return HuggingFaceCodec(
+        tokenizer,
+        prompts_as_messages=prompts_as_messages,
+        more_stop_ids=stop_ids_beside(Path(checkpoint or model)),
+    )
+
+
+def stop_ids_beside(checkpoint: Path) -> frozenset[int]:
+    """The ids that a folder's generation_config.json says end a response; none without one.
+
+    Chat models often have several, of which the tokenizer names one.
+    """
+    file = checkpoint / GENERATION_CONFIG
+    if not file.is_file():
+        return frozenset()
+    try:
+        ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is not a JSON object: {error}.") from error
+    return frozenset(id for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int)
+
+
+def _template(text: str) -> str:
+    if "{" in text:
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {text} cannot be read: {error}") from error

@@ -1,0 +1,120 @@
+"""The episodes of a step: which ones, who plays them, and all of them on every rank.
+
+A step's prompts are the next places of the source's sequence, dealt to the replicas in turn, so
+that a group stays on one replica.  Seeds come from the run's seed and the place: what is sampled
+depends on nothing else, not on the layout, and not on whether the run was interrupted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_ext.environments.base import (
+    Environment,
+    EpisodeStart,
+    Observation,
+    TaskSource,
+)
+from megatron_ext.environments.episode import Episode
+from megatron_ext.environments.runner import EpisodeRunner
+from megatron_ext.environments.seeds import derived_seed
+from megatron_ext.rl.phases import Phases
+from megatron_ext.rl.policy import Policy
+
+
+def step_starts(
+    source: TaskSource, *, first_group: int, num_groups: int, group_size: int, seed: int
+) -> list[EpisodeStart]:
+    """The episodes of a step, group by group; groups are numbered over the whole run."""
+    return [
+        EpisodeStart(task=task, group=group, sample=sample, seed=derived_seed(seed, group))
+        for group in range(first_group, first_group + num_groups)
+        for task in [source.train(group)]
+        for sample in range(group_size)
+    ]
+
+
+def play(
+    policy: Policy,
+    runner: EpisodeRunner,
+    starts: Sequence[EpisodeStart],
+    *,
+    version: int,
+    phases: Phases,
+) -> list[Episode]:
+    """Episodes of all starts, in their order, on every rank; each replica plays whole groups."""
+    places = {group: i for i, group in enumerate(dict.fromkeys(s.group for s in starts))}
+    mine = [s for s in starts if places[s.group] % policy.dp_size == policy.dp_rank]
+    with phases.phase("rollout"):
+        played = policy.engine.run(lambda session: runner.run(session, mine), version=version)
+    with phases.phase("sync"):
+        found = policy.gather(played)
+    phases.count("rollout", sum(episode.num_sampled for episode in found))
+    return sorted(found, key=lambda episode: (places[episode.group], episode.sample))
+
+
+def with_shuffled_rewards(episodes: Sequence[Episode], *, seed: int) -> list[Episode]:
+    """The episodes with the rewards of the valid ones permuted: a control without a signal."""
+    places = [i for i, episode in enumerate(episodes) if episode.is_valid]
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    order = torch.randperm(len(places), generator=generator).tolist()
+    given = {
+        place: episodes[places[other]].reward for place, other in zip(places, order, strict=True)
+    }
+    return [replace(e, reward=given.get(i, e.reward)) for i, e in enumerate(episodes)]
+
+
+class EnvironmentClock:
+    """Seconds that environments and rewards took, added up over their threads."""
+
+    def __init__(self, new_environment: Callable[[], Environment]) -> None:
+        self._new_environment = new_environment
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+
+    def __call__(self) -> Environment:
+        """A new environment whose calls are timed."""
+        return _TimedEnvironment(self._new_environment(), self._add)
+
+    def take(self) -> float:
+        """Seconds since the last call of this."""
+        with self._lock:
+            seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _add(self, seconds: float) -> None:
+        with self._lock:
+            self._seconds += seconds
+
+
+class _TimedEnvironment:
+    """An environment that reports how long its calls took."""
+
+    def __init__(self, environment: Environment, add: Callable[[float], None]) -> None:
+        self._environment = environment
+        self._add = add
+        self.is_instant = environment.is_instant
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self._environment.stop_ids
+
+    def reset(self, task: Any, *, seed: int) -> Sequence[int]:
+        started = time.perf_counter()
+        try:
+            return self._environment.reset(task, seed=seed)
+        finally:
+            self._add(time.perf_counter() - started)
+
+    def step(self, sampled: Sequence[int]) -> Observation:
+        started = time.perf_counter()
+        try:
+            return self._environment.step(sampled)
+        finally:
+            self._add(time.perf_counter() - started)

@@ -1,0 +1,159 @@
+"""The parts of a reinforcement-learning run, put together from a command line's options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron_ext.environments.arithmetic import MAX_CONTEXT
+from megatron_ext.environments.arithmetic_tasks import TOKENIZER
+from megatron_ext.environments.base import Environment, EpisodeLimits, TaskSource
+from megatron_ext.environments.calls import TimedCalls
+from megatron_ext.environments.codecs import ModelCodec, open_codec
+from megatron_ext.environments.runner import EpisodeRunner
+from megatron_ext.environments.sources import open_source
+from megatron_ext.packing.batch import Sample
+from megatron_ext.packing.plan import StepPlan, plan_step
+from megatron_ext.rewards.verifiers import Verifiers
+from megatron_ext.rl.evaluation import Evaluator
+from megatron_ext.rl.learning import Planner
+from megatron_ext.rl.loop import ReinforcementLoop
+from megatron_ext.rl.rollouts import EnvironmentClock
+from megatron_ext.rl.transcripts import Transcripts
+from megatron_ext.rl.watch import Watch
+from megatron_ext.rollout.types import SamplingParams
+from megatron_ext.upstream.arguments import Options
+from megatron_ext.upstream.evaluate import evaluation_replica
+from megatron_ext.upstream.layout import Layout
+from megatron_ext.upstream.learner import MegatronLearner
+
+MEGABYTE = 1_000_000
+
+
+def open_tasks(
+    options: Options, verify: Verifiers
+) -> tuple[TaskSource, Callable[[Sequence[int]], str]]:
+    """The tasks of --tasks, and what turns token ids into text.
+
+    Raises:
+        ValueError: a file is missing or malformed, a data set unknown, or there is no tokenizer.
+    """
+    codec = _codec(options)
+    source = open_source(options.environments, codec=codec, verify=verify)
+    return source, TOKENIZER.decode if codec is None else codec.decode
+
+
+def _codec(options: Options) -> ModelCodec | None:
+    """The model's tokenizer; None for the built-in tasks, which have their own."""
+    args = options.megatron
+    if options.environments.tasks == "arithmetic":
+        return None
+    return open_codec(
+        kind=args.tokenizer_type,
+        model=args.tokenizer_model,
+        checkpoint=args.hf_model or None,
+        chat_template=args.chat_template,
+        prompts_as_messages=options.environments.tasks_as_chat,
+    )
+
+
+def tasks_id(options: Options) -> str:
+    """What a resumed run knows its tasks by."""
+    tasks = options.environments
+    return f"tasks {tasks.tasks}, seed {tasks.task_seed}, groups of {options.loop.group_size}"
+
+
+def episode_limits(options: Options) -> EpisodeLimits:
+    """Where episodes are cut: what is sampled must fit the rows that are trained."""
+    args = options.megatron
+    longest = min(args.seq_length, options.packing.row_capacity(seq_length=args.seq_length))
+    if options.environments.tasks == "arithmetic":
+        longest = min(longest, MAX_CONTEXT)
+    return options.environments.limits(
+        max_new_tokens=options.rollout.rollout_max_new_tokens, max_context=longest
+    )
+
+
+def planner_of(options: Options, layout: Layout) -> Planner:
+    """How samples become microbatches in this job."""
+    args, replica = options.megatron, evaluation_replica(options, layout)
+    plain = replace(
+        options.packing, loss_normalization="global-token-mean", loss_denominator="counted"
+    )
+
+    def for_training(samples: Sequence[Sample], global_batch_size: int) -> StepPlan:
+        return plan_step(
+            samples,
+            options.packing,
+            replica=replica,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            global_batch_size=global_batch_size,
+        )
+
+    def for_scoring(samples: Sequence[Sample]) -> StepPlan:
+        return plan_step(
+            samples,
+            plain,
+            replica=replica,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+        )
+
+    return Planner(for_training=for_training, for_scoring=for_scoring)
+
+
+def open_loop(
+    options: Options, learner: MegatronLearner, *, verify: Verifiers, resume_step: int | None
+) -> ReinforcementLoop:
+    """Everything but the loop over steps.
+
+    Raises:
+        ValueError: the tasks cannot be opened, or there are too few held-out ones.
+    """
+    args, config, tasks = options.megatron, options.loop, options.environments
+    source, decode = open_tasks(options, verify)
+    limits = episode_limits(options)
+    clock = EnvironmentClock(source.environment)
+    calls = None
+    if not source.environment().is_instant:
+        calls = TimedCalls(
+            workers=tasks.environment_workers, time_limit=tasks.environment_time_limit
+        )
+
+    def runner(
+        sampling: SamplingParams, new_environment: Callable[[], Environment] = source.environment
+    ) -> EpisodeRunner:
+        return EpisodeRunner(new_environment, limits=limits, sampling=sampling, timed_calls=calls)
+
+    evaluator = None
+    if config.eval_every:
+        evaluator = Evaluator(
+            greedy=runner(SamplingParams(temperature=0)),
+            sampled=runner(options.rollout.sampling),
+            tasks=source.held_out(config.eval_count),
+            samples=config.eval_samples,
+            seed=args.seed,
+        )
+    return ReinforcementLoop(
+        policy=learner,
+        source=source,
+        runner=runner(options.rollout.sampling, clock),
+        environment_clock=clock,
+        evaluator=evaluator,
+        algorithm=options.algorithm,
+        config=config,
+        planner=planner_of(options, learner.layout),
+        watch=Watch(options.algorithm, is_half=args.bf16 or args.fp16, is_writer=learner.is_writer),
+        transcripts=Transcripts(
+            options.report.output_dir,
+            decode=decode,
+            per_step=config.rollouts_per_step,
+            max_bytes=int(config.rollouts_megabytes * MEGABYTE),
+            resume_step=resume_step,
+            is_writer=learner.is_writer,
+        ),
+        batch_size=args.global_batch_size,
+        max_response_tokens=options.rollout.rollout_max_new_tokens,
+        seed=args.seed,
+    )

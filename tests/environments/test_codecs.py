@@ -1,0 +1,80 @@
+"""Codecs of a model's tokenizer: prompts as training has them, and what ends a response."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_ext.data.records import Chat
+from megatron_ext.data.tokenizer import END_OF_TEXT, ByteTokenizer
+from megatron_ext.environments.codecs import ByteCodec, open_codec, stop_ids_beside
+from megatron_ext.environments.text import HuggingFaceCodec
+from tests.data.tiny_tokenizer import CHATML, byte_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2?"},
+]
+
+
+def test_a_chat_of_bytes_is_the_beginning_of_what_is_trained():
+    answer = {"role": "assistant", "content": "4é"}
+    (passages,) = ByteTokenizer().encode_chat(Chat(messages=[*CHAT, answer]))
+    trained = [id for passage in passages for id in passage.ids]
+    prompt = ByteCodec().encode(CHAT)
+    assert trained[: len(prompt)] == prompt
+    assert trained[len(prompt) :] == [*"4é".encode(), END_OF_TEXT]
+    assert ByteCodec().decode(trained[len(prompt) :]) == "4é"
+    as_chat = ByteCodec(prompts_as_messages=True)
+    assert as_chat.encode("1+1?") == as_chat.encode([CHAT[1]])
+    assert ByteCodec().encode("é") == list("é".encode())
+
+
+def test_bytes_without_a_tokenizer():
+    codec = open_codec(kind=None, model=None)
+    assert isinstance(codec, ByteCodec) and codec.stop_ids == {END_OF_TEXT}
+    table = codec.token_bytes()
+    assert b"".join(table[id] for id in codec.encode("aé")) == "aé".encode() and len(table) == 257
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tokenizer without a chat template."""
+    byte_tokenizer(template=None).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_folder_with_a_template_of_ones_own(folder, tmp_path):
+    (tmp_path / "chat.jinja2").write_text(CHATML)
+    for template in (CHATML, str(tmp_path / "chat.jinja2")):
+        codec = open_codec(kind="HuggingFaceTokenizer", model=str(folder), chat_template=template)
+        assert codec.encode(CHAT) == HuggingFaceCodec(byte_tokenizer()).encode(CHAT)
+    with pytest.raises(ValueError, match=r"--chat-template nowhere\.jinja cannot be read"):
+        open_codec(kind="HuggingFaceTokenizer", model=str(folder), chat_template="nowhere.jinja")
+
+
+@pytest.mark.parametrize(
+    ("written", "ids"), [(7, {7}), ([7, 8], {7, 8}), (None, set()), ([None], set())]
+)
+def test_generation_config_names_more_stop_ids(folder, written, ids):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
+    assert stop_ids_beside(folder) == ids
+    codec = open_codec(kind="HuggingFaceTokenizer", model=str(folder))
+    assert codec.stop_ids == ids | {byte_tokenizer().eos_token_id}
+
+
+def test_a_generation_config_that_is_none(folder):
+    assert stop_ids_beside(folder / "nowhere") == frozenset()
+    (folder / "generation_config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"generation_config.json is not a JSON object"):
+        stop_ids_beside(folder)
+
+
+def test_a_template_that_refuses_the_messages():
+    template = "{{ raise_exception('only one user message') }}"
+    codec = HuggingFaceCodec(byte_tokenizer(template=template))
+    with pytest.raises(ValueError, match="the chat template refuses the messages: only one"):
+        codec.encode(CHAT)
