@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import graphlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import pairwise
 from pathlib import PurePosixPath
 
@@ -22,12 +23,18 @@ NOT_TO_BE_FAKED = {"torch", "megatron"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """The syntax tree of a file, which nearly every rule walks."""
+    return ast.parse(source)
+
+
 def imports(source: str, *, package: str = "") -> Iterator[tuple[int, str]]:
     """(line, dotted name) of all that a file imports, anywhere in it; `from a import b` is a.b.
 
     package: of the file, to resolve relative imports.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, alias.name) for alias in names)
@@ -113,7 +120,7 @@ def too_many_lines(source: str) -> list[str]:
 
 def long_functions(source: str) -> list[str]:
     """Functions that do not fit a screen."""
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, Function)]
+    functions = [node for node in ast.walk(parsed(source)) if isinstance(node, Function)]
     lengths = [(f, (f.end_lineno or f.lineno) - f.lineno + 1) for f in functions]
     return [
         f"{f.lineno}: {f.name} has {length} lines, more than {MAX_FUNCTION_LINES}"
@@ -124,14 +131,14 @@ def long_functions(source: str) -> list[str]:
 
 def prints(source: str) -> list[str]:
     """Calls of print, which a library leaves to its tools."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Call)]
     return [f"{call.lineno}: print" for call in calls if getattr(call.func, "id", "") == "print"]
 
 
 def catches_all(source: str) -> list[str]:
     """Handlers that catch whatever happens, and so hide the unexpected."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         match node:
             case ast.ExceptHandler(type=None):
                 found.append(f"{node.lineno}: bare except")
@@ -160,7 +167,7 @@ def mocks(source: str) -> list[str]:
         for line, name in imports(source)
         if any(is_in(name, module) for module in ("unittest.mock", "mock", "pytest_mock"))
     ]
-    tree = ast.parse(source)
+    tree = parsed(source)
     real = names_of_real_modules(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.arg) and node.arg == "mocker":
@@ -188,7 +195,7 @@ def names_of_real_modules(tree: ast.AST) -> set[str]:
 def loose_options(source: str) -> list[str]:
     """Dataclasses that are not frozen and keyword-only, and their fields without a help text."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         decorators = node.decorator_list if isinstance(node, ast.ClassDef) else []
         for decorator in decorators:
             call = decorator if isinstance(decorator, ast.Call) else ast.Call(decorator, [], [])
@@ -220,7 +227,7 @@ def bare_fields(node: ast.ClassDef) -> Iterator[tuple[int, str]]:
 def assignments_into_args(source: str) -> list[str]:
     """Values put into the parsed arguments, which others take for what the user said."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         match node:
             case ast.Attribute(value=owner, ctx=ast.Store() | ast.Del(), attr=name):
                 if last_name(owner) == "args":
@@ -233,7 +240,7 @@ def assignments_into_args(source: str) -> list[str]:
 
 def missing_docstrings(source: str) -> list[str]:
     """Modules, and their public functions and classes, without a docstring."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     public = [
         node
         for node in tree.body

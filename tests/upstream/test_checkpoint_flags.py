@@ -75,6 +75,7 @@ def test_what_megatron_cannot_convert_is_refused(
     assert "no optimizer state (--no-save-optim): add --no-load-optim" in text
 
 
+@pytest.mark.slow
 def test_experts_are_split_or_not(ranks: RankPool, tmp_path: Path):
     split = ["--expert-model-parallel-size", "2"]
     flags = jobs.flags_of(tmp_path / "run", *TWO_STEPS, *MOE)

@@ -75,7 +75,7 @@ def differences(out: Path, reference: Path, names: list[str]) -> dict[str, float
     return {name: largest_difference(out / name, reference / name) for name in names}
 
 
-@pytest.mark.parametrize("name", slow_except({"dp2"}, LAYOUTS))
+@pytest.mark.parametrize("name", slow_except((), LAYOUTS))
 def test_every_layout_learns_what_a_single_process_learns(
     ranks: RankPool, single, tmp_path: Path, name: str
 ) -> None:

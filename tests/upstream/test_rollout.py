@@ -99,7 +99,7 @@ def test_batch_composition_changes_nothing(ranks, reference, model, config):
     assert gap < LOGPROB
 
 
-@pytest.mark.parametrize("name", slow_except({"tp2 pp2 vpp2 sp", "latent tp2 sp"}, LAYOUTS))
+@pytest.mark.parametrize("name", slow_except({"tp2 pp2 vpp2 sp"}, LAYOUTS))
 def test_layout_equals_single_process(ranks, reference, name):
     model, size, flags = LAYOUTS[name]
     folder, expected = reference(model)
@@ -114,7 +114,7 @@ def test_layout_equals_single_process(ranks, reference, name):
 @pytest.mark.parametrize(
     ("size", "flags"),
     [
-        (2, f"{TP2} --sequence-parallel"),
+        pytest.param(2, f"{TP2} --sequence-parallel", marks=pytest.mark.slow),
         pytest.param(4, f"{PP2} {VPP2} {OVERLAP}", marks=pytest.mark.slow),
     ],
     ids=["tp2 sp", "dp2 pp2 vpp2 overlap"],
