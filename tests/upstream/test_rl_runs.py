@@ -58,8 +58,9 @@ def test_a_run_leaves_what_was_promised(single: list[dict]) -> None:
     for line in single[1:]:
         assert line["episodes"] == 16
         assert 0 <= line["pass_rate"] <= 1
-        assert line["ratio_deviation"] == 0
-        assert line["clip_fraction_low"] == line["clip_fraction_high"] == 0
+        if not line["skipped_updates"]:
+            assert line["ratio_deviation"] == 0
+            assert line["clip_fraction_low"] == line["clip_fraction_high"] == 0
         assert line["sampler_gap"] < 1e-5
         assert line["response_tokens_min"] <= line["response_tokens_median"] <= 40
         for name in ("zero_advantage_share", "truncated_share", "padding_share", "turns_mean"):
