@@ -66,6 +66,7 @@ def test_what_a_rank_started_ends_with_it(ranks):
     assert wait_until_gone(ranks(2).run(start_a_process))
 
 
+@pytest.mark.slow
 def test_a_module_that_cannot_be_imported_is_a_suspect(spare_pool):
     with pytest.raises(RanksFailed, match="not importable in advance: no_such_module"):
         spare_pool(1).run(int, "x")

@@ -91,7 +91,7 @@ def score(folder: Path, flags: str) -> list[TokenScores]:
         ]
 
 
-@pytest.mark.parametrize("layout", slow_except({"pp2 vpp2"}, LAYOUTS))
+@pytest.mark.parametrize("layout", slow_except({"one rank"}, LAYOUTS))
 def test_scores_are_those_of_transformers(ranks: RankPool, folder: Path, layout: str):
     size, flags = LAYOUTS[layout]
     results = ranks(size).run(score, folder, flags)

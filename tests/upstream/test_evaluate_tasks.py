@@ -54,7 +54,7 @@ def on_one_rank(ranks: RankPool, model: Path, tmp_path_factory: pytest.TempPathF
     return evaluated(ranks, model, tmp_path_factory.mktemp("one"), FEW)
 
 
-@pytest.mark.parametrize("layout", slow_except({"dp2"}, LAYOUTS))
+@pytest.mark.parametrize("layout", slow_except((), LAYOUTS))
 def test_the_layout_changes_nothing(
     ranks: RankPool, model: Path, tmp_path: Path, on_one_rank, layout: str
 ):

@@ -94,6 +94,7 @@ def test_every_layout_learns_what_a_single_process_learns(
     assert max(worst.values()) < PARAMETER, worst
 
 
+@pytest.mark.slow
 def test_the_cases_are_not_trivial(ranks: RankPool, single) -> None:
     """Each case moves the weights, and no two move them alike."""
     folder, found = single()

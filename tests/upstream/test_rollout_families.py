@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.rollout.types import Completion, Request
+from tests.marks import slow_except
 from tests.ranks import RankPool
 from tests.upstream.rollout_jobs import fixed_requests, sample_checkpoints
 from tests.weights.tiny_models import BASE, MODELS, WITH_EXPERTS, build
@@ -43,7 +44,7 @@ def gap_to(model, request: Request, completion: Completion) -> float:
     return float((exact - torch.tensor(completion.logprobs)).abs().max())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except({"one rank"}, LAYOUTS))
 def test_logprobs_are_those_of_transformers(ranks: RankPool, models, layout: str):
     size, flags, names = LAYOUTS[layout]
     folders: dict[str, Path] = {name: models[name][1] for name in names}

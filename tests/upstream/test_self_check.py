@@ -55,7 +55,7 @@ def checked(model: Path, reference: Path, scratch: Path, flags: str) -> list[Lin
         return list(run_checks(opened(model, reference=reference, scratch=scratch, flags=flags)))
 
 
-@pytest.mark.parametrize("layout", slow_except({"pp2 vpp2"}, LAYOUTS))
+@pytest.mark.parametrize("layout", slow_except({"one rank"}, LAYOUTS))
 def test_sound_checkpoint_passes(ranks: RankPool, folder: Path, tmp_path: Path, layout: str):
     size, flags = LAYOUTS[layout]
     results = ranks(size).run(checked, folder, folder, tmp_path, flags, timeout=110)
