@@ -179,6 +179,13 @@ def train_step(options: Options, stepper: Stepper, *, batch: list[Sample]) -> di
     started = time.perf_counter()
     plan = plan_of(options, layout, samples=batch, global_batch_size=args.global_batch_size)
     result = stepper.forward_backward(to_device(plan.microbatches))
+    if not result.num_trained and layout.is_writer:
+        logging.getLogger(__name__).warning(
+            "no token of this step is trained: its samples have no assistant's turn, or --overlong "
+            "%s at --seq-length %d left none of it",
+            options.packing.overlong,
+            args.seq_length,
+        )
     changed = update(stepper.model, layout, num_samples=args.global_batch_size)
     return {
         "loss": result.loss,

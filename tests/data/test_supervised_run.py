@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
@@ -70,6 +71,23 @@ def test_the_validation_loss_does_not_depend_on_the_layout(ranks: RankPool, fold
             [line] = run(ranks, 2, folder, out, *more, *layout)
             assert line["valid_loss"] == pytest.approx(alone["valid_loss"], rel=1e-6), out
             assert line["valid_tokens"] == alone["valid_tokens"]
+
+
+def warnings_of_a_run(folder: Path, *flags: str) -> list[str]:
+    """What `pretrain_rl.py` warns of."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("pretrain_rl").addHandler(handler)
+    jobs.train(folder, "cut", *flags)
+    return [record.getMessage() for record in records]
+
+
+def test_a_step_that_trains_nothing_says_so(ranks: RankPool, folder: Path) -> None:
+    flags = ("--seq-length", "8", "--overlong", "truncate", "--train-iters", "1")
+    [[warning]] = ranks(1).run(warnings_of_a_run, folder, *flags)
+    assert warning.startswith("no token of this step is trained")
+    assert "--overlong truncate at --seq-length 8" in warning
 
 
 def test_a_resumed_run_sees_the_data_in_order(ranks: RankPool, folder: Path) -> None:
