@@ -112,7 +112,7 @@ SMALL = split(
     "--no-report-html --no-tensorboard-events --progress-interval-seconds 0"
 )
 WARM_START = split(
-    "--train-data arithmetic-demonstrations --global-batch-size 32 --train-iters 60 --lr 1e-2"
+    "--train-data arithmetic-demonstrations --global-batch-size 32 --train-iters 200 --lr 1e-2"
 )
 REINFORCE = split(
     "--algorithm grpo-plus --group-size 4 --global-batch-size 16 --train-iters 3 --lr 1e-3 "

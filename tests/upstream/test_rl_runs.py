@@ -58,14 +58,16 @@ def test_a_run_leaves_what_was_promised(single: list[dict]) -> None:
     for line in single[1:]:
         assert line["episodes"] == 16
         assert 0 <= line["pass_rate"] <= 1
-        if not line["skipped_updates"]:
-            assert line["ratio_deviation"] == 0
-            assert line["clip_fraction_low"] == line["clip_fraction_high"] == 0
-        assert line["sampler_gap"] < 1e-5
         assert line["response_tokens_min"] <= line["response_tokens_median"] <= 40
-        for name in ("zero_advantage_share", "truncated_share", "padding_share", "turns_mean"):
+        for name in ("zero_advantage_share", "truncated_share", "turns_mean"):
             assert line[name] >= 0
-    assert any(line["zero_advantage_share"] < 1 for line in single[1:])
+    learned = [line for line in single[1:] if "ratio_deviation" in line]
+    assert learned and all(line["zero_advantage_share"] < 1 for line in learned)
+    for line in learned:  # not the steps whose groups all had equal rewards
+        assert line["ratio_deviation"] == 0
+        assert line["sampler_gap"] < 1e-5
+        assert line["padding_share"] >= 0
+        assert line["clip_fraction_low"] == line["clip_fraction_high"] == 0
 
 
 @pytest.mark.parametrize("name", slow_except({"dp2"}, LAYOUTS))
