@@ -8,8 +8,6 @@ Megatron loads the output on any layout.  Not covered: optimizer states, random 
 
 from __future__ import annotations
 
-import json
-import shutil
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ext.upstream import checkpoint_folder as folders
 from megatron_ext.upstream.arguments import parse
 from megatron_ext.upstream.checkpoint_fit import model_differences
-from megatron_ext.upstream.convert_target import check_target, in_place
+from megatron_ext.upstream.convert_target import check_target, in_place, keep_small_files
 from megatron_ext.upstream.hf_config import megatron_arguments
 from megatron_ext.upstream.hf_describe import describe
 from megatron_ext.upstream.torch_dist import (
@@ -36,13 +34,13 @@ from megatron_ext.upstream.torch_dist import (
     places_of,
 )
 from megatron_ext.weights.architecture import Architecture
-from megatron_ext.weights.checks import Checkpoint, open_checkpoint
+from megatron_ext.weights.checks import Checkpoint, FiniteReader, not_finite, open_checkpoint
 from megatron_ext.weights.families import architecture_of, parameters
 from megatron_ext.weights.operators import WHOLE, fill
 from megatron_ext.weights.sources import CONFIG, CheckpointError, TensorInfo, listed, read_json
 from megatron_ext.weights.stream import checkpoint_tensors
 from megatron_ext.weights.table import Parameter
-from megatron_ext.weights.writer import TOKENIZER_FILES, CheckpointWriter
+from megatron_ext.weights.writer import CheckpointWriter
 
 HF_FOLDER = "hf"
 """Beside the weights of a converted checkpoint: its config.json and tokenizer, for the way back."""
@@ -169,12 +167,17 @@ def to_hf(
     )
 
     def run(progress: Progress) -> None:
+        bad = []
         with writer:
             for parameter, place in found:
                 values = reader.read(place)
                 for name, part in checkpoint_tensors(parameter, values).items():
                     writer.add(name, part)
+                    if not torch.isfinite(part).all():
+                        bad.append(name)
                 progress(sum(tensors[name].num_bytes for name in parameter.operator.tensors()))
+            if bad:
+                raise CheckpointError(folder, not_finite(bad))
 
     return Conversion(tensors=tensors, run=run)
 
@@ -215,31 +218,24 @@ def _write_megatron(
 ) -> None:
     with in_place(target) as partial:
         writer = TorchDistWriter(partial / folders.RELEASE)
+        read = FiniteReader(checkpoint.source)
         try:
             for parameter in table:
                 info = tensors[parameter.name]
                 assert isinstance(info.dtype, torch.dtype), f"{parameter.name}: checked when opened"
                 values = torch.empty(info.shape, dtype=info.dtype)
-                fill(values, parameter.operator, shard=WHOLE, read=checkpoint.source.read)
+                fill(values, parameter.operator, shard=WHOLE, read=read)
                 place = place_of(parameter, checkpoint.architecture, implementation=implementation)
                 writer.add(place, values)
                 progress(info.num_bytes)
+            if problems := read.problems():
+                raise CheckpointError(checkpoint.source.location, problems)
             writer.finish({"args": args, "checkpoint_version": 3.0, "iteration": 0})
         finally:
             writer.close()
             checkpoint.source.close()
-        _keep_small_files(checkpoint, partial / HF_FOLDER)
+        keep_small_files(checkpoint.source, partial / HF_FOLDER)
         (partial / folders.TRACKER).write_text(folders.RELEASE, encoding="utf-8")
-
-
-def _keep_small_files(checkpoint: Checkpoint, folder: Path) -> None:
-    folder.mkdir()
-    text = json.dumps(dict(checkpoint.source.config), indent=2) + "\n"
-    (folder / CONFIG).write_text(text, encoding="utf-8")
-    source = checkpoint.source.location
-    for name in TOKENIZER_FILES if source.is_dir() else ():
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 def _arguments(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ext.upstream import checkpoint_folder as folders
+from megatron_ext.weights.sources import CONFIG, TensorSource
+from megatron_ext.weights.writer import TOKENIZER_FILES
 
 
 @contextmanager
@@ -46,3 +49,13 @@ def check_target(target: Path, *, num_bytes: int) -> None:
             f"{target} needs {num_bytes / 1e9:.2f} GB and {parent} has {free / 1e9:.2f} GB free. "
             "Free some space, or give a folder on another disk."
         )
+
+
+def keep_small_files(source: TensorSource, folder: Path) -> None:
+    """Write the source's config.json and tokenizer files, if it has them, to a new folder."""
+    folder.mkdir()
+    text = json.dumps(dict(source.config), indent=2) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+    for name in TOKENIZER_FILES if source.location.is_dir() else ():
+        if (source.location / name).is_file():
+            shutil.copyfile(source.location / name, folder / name)

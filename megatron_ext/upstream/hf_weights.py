@@ -24,7 +24,7 @@ from tqdm import tqdm
 from megatron_ext.upstream.layout import Layout
 from megatron_ext.upstream.model import bare
 from megatron_ext.weights.architecture import Architecture
-from megatron_ext.weights.checks import Checkpoint, open_checkpoint
+from megatron_ext.weights.checks import Checkpoint, FiniteReader, open_checkpoint
 from megatron_ext.weights.families import parameters
 from megatron_ext.weights.operators import WHOLE, Operator, Shape, Shard, fill
 from megatron_ext.weights.sources import listed
@@ -69,15 +69,18 @@ def fill_chunks(
     copies the weights.
 
     Raises:
-        ValueError: on every rank, if the model of some rank is not the checkpoint's.
+        ValueError: on every rank, if the model of some rank is not the checkpoint's, or some rank
+            read a NaN or an infinity.
     """
+    read = FiniteReader(checkpoint.source)
     with torch.no_grad():
         for local in local_tensors(chunks, layout, checkpoint.architecture):
             operator = local.parameter.operator
-            fill(local.tensor, operator, shard=local.shard, read=checkpoint.source.read)
+            fill(local.tensor, operator, shard=local.shard, read=read)
             if progress is not None:
                 progress(local.parameter.name, local.tensor.numel() * local.tensor.element_size())
     checkpoint.source.close()
+    raise_together([f"{checkpoint.source.location}: {problem}" for problem in read.problems()])
 
 
 def filler(args: Namespace, layout: Layout) -> Callable[[list[MegatronModule]], None] | None:
@@ -91,10 +94,13 @@ def filler(args: Namespace, layout: Layout) -> Callable[[list[MegatronModule]], 
     checkpoint = open_checkpoint(Path(args.hf_model), drop_mtp=args.drop_mtp_layers)
 
     def fill(chunks: list[MegatronModule]) -> None:
+        def show(_: str, size: int) -> None:
+            bar.update(size)
+
         with tqdm(
             desc="weights", unit="B", unit_scale=True, disable=not layout.is_writer, leave=False
         ) as bar:
-            fill_chunks(chunks, layout, checkpoint, progress=lambda _, size: bar.update(size))
+            fill_chunks(chunks, layout, checkpoint, progress=show)
 
     return fill
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_ext.weights.architecture import Architecture
 from megatron_ext.weights.families import FAMILIES, architecture_of, parameters
 from megatron_ext.weights.gguf_source import GgufSource
-from megatron_ext.weights.operators import Shape
+from megatron_ext.weights.operators import Block, Shape
 from megatron_ext.weights.sources import (
     CheckpointError,
     SafetensorsSource,
     TensorInfo,
     TensorSource,
-    blocks_of,
     listed,
 )
 
@@ -163,16 +163,33 @@ def _kind(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
 
 
-def non_finite(source: TensorSource) -> list[str]:
-    """Every tensor with a NaN or an infinity, as one problem; reads all values once."""
-    bad = []
-    for name, info in source.tensors.items():
-        if isinstance(info.dtype, str):
-            continue
-        if not all(torch.isfinite(source.read(block)).all() for block in blocks_of(name, info)):
-            bad.append(name)
+class FiniteReader:
+    """Reads a source, and keeps the names of tensors that had a NaN or an infinity.
+
+    So that values are looked at on their only way through memory, and all problems are told at the
+    end.
+    """
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self._bad: dict[str, None] = {}
+
+    def __call__(self, block: Block) -> Tensor:
+        """The values of a block."""
+        values = self._source.read(block)
+        if not torch.isfinite(values).all():
+            self._bad[block.name] = None
+        return values
+
+    def problems(self) -> list[str]:
+        """What was wrong with all that was read so far."""
+        return not_finite(list(self._bad))
+
+
+def not_finite(names: list[str]) -> list[str]:
+    """The problem of tensors that have a NaN or an infinity; none for no names."""
     return listed(
-        bad,
+        names,
         "NaN or infinite values. The training that wrote them diverged, or the "
         "file is damaged: use another checkpoint",
     )

@@ -93,7 +93,7 @@ class GgufSource:
             rows = _rows_in_file(rows, head_size=self.tensors[block.name].shape[0] // heads)
         try:
             values = dequantize(tensor.data[rows], tensor.tensor_type)
-        except (*_UNREADABLE, NotImplementedError) as error:
+        except (*_UNREADABLE, NotImplementedError) as error:  # gguf's, for types it only stores
             problem = f"{block.name} cannot be dequantised ({error}). Use another quantisation."
             raise CheckpointError(self.location, [problem]) from error
         self._bytes_read += values.nbytes

@@ -6,33 +6,16 @@ identity, bit for bit.  No more than one parameter is held.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from megatron_ext.weights.architecture import Architecture
-from megatron_ext.weights.checks import Checkpoint
 from megatron_ext.weights.families import parameters
-from megatron_ext.weights.operators import WHOLE, fill, scatter
+from megatron_ext.weights.operators import WHOLE, scatter
 from megatron_ext.weights.sources import TensorInfo
 from megatron_ext.weights.table import Parameter
-
-
-def megatron_tensors(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, padded_vocab_size: int
-) -> Iterator[tuple[Parameter, Tensor]]:
-    """Every parameter of Megatron's model, whole, in order; copies of tied ones are left out."""
-    table = parameters(checkpoint.architecture, padded_vocab_size=padded_vocab_size)
-    for parameter in table:
-        if not parameter.is_copy:
-            values = torch.empty(
-                parameter.operator.local_shape(WHOLE),
-                dtype=torch.float32 if parameter.is_float32 else dtype,
-            )
-            fill(values, parameter.operator, shard=WHOLE, read=checkpoint.source.read)
-            yield parameter, values
-    checkpoint.source.close()
 
 
 def checkpoint_tensors(parameter: Parameter, values: Tensor) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_ext.upstream import convert
-from megatron_ext.upstream.checkpoint import load_weights
+from megatron_ext.upstream.checkpoint import load_weights, save_weights
 from megatron_ext.upstream.checkpoint_folder import newest
 from megatron_ext.upstream.convert_target import check_target
 from megatron_ext.upstream.cpu import device_mode
@@ -117,6 +117,27 @@ def test_what_megatron_saved_on_two_ranks_comes_back(
     ranks(2).run(save_torch_dist, folder, flags, tmp_path / "saved")
     convert.to_hf(tmp_path / "saved", tmp_path / "hf", like=folder).run(lambda _: None)
     assert is_same(tmp_path / "hf", folder)
+
+
+def save_diverged(folder: Path, out: Path) -> None:
+    """A torch_dist checkpoint of a run whose last norm has become NaN."""
+    job = Job("")
+    with device_mode(), torch.no_grad():
+        _, chunks = job.filled(folder)
+        models = [bare(chunk) for chunk in chunks]
+        models[0].decoder.final_layernorm.weight[0] = torch.nan
+        save_weights(models, job.layout, folder=out)
+
+
+def test_values_that_are_no_numbers_are_not_exported(
+    ranks: RankPool, models: dict[Path, Tensor], tmp_path: Path
+):
+    folder = next(iter(models))
+    ranks(1).run(save_diverged, folder, tmp_path / "saved")
+    conversion = convert.to_hf(tmp_path / "saved", tmp_path / "hf", like=folder)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: NaN or infinite values"):
+        conversion.run(lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_without_a_config_the_saved_flags_describe_the_model(converted: Path, tmp_path: Path):

@@ -101,6 +101,7 @@ def test_damaged_directories_end_in_one_message_and_leave_nothing(ranks: RankPoo
     for folder in folders:
         save(MODELS[folder.name], folder)
     [found] = ranks(1).run(convert_damaged, folders, tmp_path, timeout=240)
+    assert all("NaN or infinite" in case[2] for case in found if case[0].startswith("nan "))
     refused = [case for case in found if case[1] != 0]
     assert len(refused) > NUM_DAMAGED / 2
     for what, status, errors, left in refused:

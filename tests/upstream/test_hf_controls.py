@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_ext.upstream.cpu import device_mode
 from tests.ranks import RankPool
-from tests.upstream.hf_jobs import gradients, mismatch, wrong_logits
+from tests.upstream.hf_jobs import Job, gradients, mismatch, wrong_logits
 from tests.weights.tiny_models import BASE, MODELS, Tiny, save, tokens
 
 CASES = {
@@ -46,6 +47,24 @@ def pair_rotary_rows(source: Path, target: Path) -> None:
     target.mkdir()
     save_file(tensors, target / "model.safetensors")
     (target / "config.json").write_text((source / "config.json").read_text())
+
+
+def refusal(folder: Path, flags: str) -> str:
+    """Why a model is not filled from a checkpoint."""
+    with device_mode(), pytest.raises(ValueError) as raised:
+        Job(flags).filled(folder)
+    return str(raised.value)
+
+
+def test_values_that_are_no_numbers_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path):
+    """Only the second stage reads the damaged layer."""
+    save(MODELS["llama"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for text in ranks(2).run(refusal, tmp_path, "--pipeline-model-parallel-size 2"):
+        assert f"{tmp_path}: model.layers.2.mlp.up_proj.weight: NaN or infinite values." in text
+        assert "use another checkpoint" in text
 
 
 def test_wrong_mappings_have_wrong_logits(ranks: RankPool, tmp_path: Path):

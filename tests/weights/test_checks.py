@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_ext.weights.checks import MAX_MISSING, non_finite, open_checkpoint, open_source
-from megatron_ext.weights.sources import CheckpointError
+from megatron_ext.weights.checks import MAX_MISSING, FiniteReader, open_checkpoint, open_source
+from megatron_ext.weights.sources import CheckpointError, TensorSource, blocks_of
 from tests.weights.folders import CONFIG, random_tensors, write_folder
 from tests.weights.tiny_models import BASE, LATENT
 
@@ -84,6 +84,16 @@ def test_multi_token_prediction_is_dropped_only_on_request(tmp_path: Path):
     assert "model.layers.2.eh_proj.weight: multi-token-prediction layers" in text
     assert "--drop-mtp-layers" in text
     open_checkpoint(tmp_path, drop_mtp=True)
+
+
+def non_finite(source: TensorSource) -> list[str]:
+    """The problem of all values of a source."""
+    read = FiniteReader(source)
+    for name, info in source.tensors.items():
+        if not isinstance(info.dtype, str):
+            for block in blocks_of(name, info):
+                read(block)
+    return read.problems()
 
 
 def test_values_that_are_no_numbers(tmp_path: Path):

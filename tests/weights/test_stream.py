@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_ext.weights.checks import open_checkpoint, tensor_shapes
-from megatron_ext.weights.stream import announced_tensors, checkpoint_tensors, megatron_tensors
+from megatron_ext.weights.families import parameters
+from megatron_ext.weights.operators import WHOLE, fill
+from megatron_ext.weights.stream import announced_tensors, checkpoint_tensors
 from tests.weights.tiny_models import BASE, MODELS, save
 
 
@@ -20,7 +22,14 @@ def test_there_and_back(tmp_path: Path, name: str, dtype: torch.dtype):
     file = load_file(tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
     back = {}
-    for parameter, values in megatron_tensors(checkpoint, dtype=dtype, padded_vocab_size=128):
+    for parameter in parameters(checkpoint.architecture, padded_vocab_size=128):
+        if parameter.is_copy:
+            continue
+        values = torch.empty(
+            parameter.operator.local_shape(WHOLE),
+            dtype=torch.float32 if parameter.is_float32 else dtype,
+        )
+        fill(values, parameter.operator, shard=WHOLE, read=checkpoint.source.read)
         if "word_embeddings" in parameter.name:
             assert values.shape[0] == 128
             assert values[BASE["vocab_size"] :].count_nonzero() == 0
