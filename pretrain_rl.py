@@ -22,7 +22,7 @@ from megatron_ext.data.dataset import Dataset, open_tokenizer, read_dataset
 from megatron_ext.data.order import SampleOrder
 from megatron_ext.environments.arithmetic_samples import DemonstrationSamples
 from megatron_ext.packing.batch import Sample
-from megatron_ext.packing.plan import ReplicaLayout, StepPlan, plan_step
+from megatron_ext.packing.plan import StepPlan, plan_step
 from megatron_ext.report.recorder import RunRecorder
 from megatron_ext.rewards.verifiers import Verifiers
 from megatron_ext.upstream import checkpoint
@@ -32,7 +32,7 @@ from megatron_ext.upstream.cpu import device_mode, peak_memory_bytes
 from megatron_ext.upstream.hf_weights import filler
 from megatron_ext.upstream.layout import Layout, close_layout, open_layout
 from megatron_ext.upstream.learner import MegatronLearner
-from megatron_ext.upstream.microbatches import to_device
+from megatron_ext.upstream.microbatches import replica_of, to_device
 from megatron_ext.upstream.model import build_trainable
 from megatron_ext.upstream.rl_run import open_loop, tasks_id
 from megatron_ext.upstream.step import Stepper, build_stepper
@@ -229,19 +229,6 @@ def plan_of(
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         global_batch_size=global_batch_size,
-    )
-
-
-def replica_of(layout: Layout, options: Options) -> ReplicaLayout:
-    """What packing needs to know of this rank's place."""
-    interleaved = layout.num_chunks > 1
-    group = options.megatron.microbatch_group_size_per_vp_stage or layout.pp_size
-    return ReplicaLayout(
-        dp_size=layout.dp_size,
-        dp_rank=layout.dp_rank,
-        pipeline_size=layout.pp_size,
-        group_size=group if interleaved else None,
-        sequence_multiple=layout.tp_size if layout.sequence_parallel else 1,
     )
 
 

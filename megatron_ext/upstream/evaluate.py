@@ -27,14 +27,14 @@ from tqdm import tqdm
 from megatron_ext.data.dataset import open_tokenizer
 from megatron_ext.evaluation.perplexity import TokenScores, Window, join_scores
 from megatron_ext.packing.batch import Sample
-from megatron_ext.packing.plan import ReplicaLayout, plan_step
+from megatron_ext.packing.plan import plan_step
 from megatron_ext.packing.types import Microbatch
 from megatron_ext.upstream.arguments import Options, build_parser, parse
 from megatron_ext.upstream.checkpoint_source import find_source
 from megatron_ext.upstream.checkpoint_tensors import load_weights, on_writer
 from megatron_ext.upstream.hf_weights import filler
 from megatron_ext.upstream.layout import Layout, open_layout
-from megatron_ext.upstream.microbatches import to_device
+from megatron_ext.upstream.microbatches import replica_of, to_device
 from megatron_ext.upstream.model import bare, build_chunks
 from megatron_ext.upstream.step import Stepper, build_stepper
 
@@ -167,19 +167,6 @@ def fewest_microbatches(stepper: Stepper) -> int:
     return stepper.model.config.microbatch_group_size_per_vp_stage or stepper.layout.pp_size
 
 
-def evaluation_replica(options: Options, layout: Layout) -> ReplicaLayout:
-    """What packing needs to know of this rank's place."""
-    interleaved = layout.num_chunks > 1
-    group = options.megatron.microbatch_group_size_per_vp_stage or layout.pp_size
-    return ReplicaLayout(
-        dp_size=layout.dp_size,
-        dp_rank=layout.dp_rank,
-        pipeline_size=layout.pp_size,
-        group_size=group if interleaved else None,
-        sequence_multiple=layout.tp_size if layout.sequence_parallel else 1,
-    )
-
-
 def read_tokens(options: Options, text: Path) -> Tensor:
     """The ids [n] of a text file by the run's tokenizer, what begins a document included.
 
@@ -220,7 +207,7 @@ def _score(
     plan = plan_step(
         samples,
         plain,
-        replica=evaluation_replica(options, layout),
+        replica=replica_of(layout, options),
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
     )

@@ -8,7 +8,23 @@ from dataclasses import replace
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron_ext.packing.plan import ReplicaLayout
 from megatron_ext.packing.types import Microbatch
+from megatron_ext.upstream.arguments import Options
+from megatron_ext.upstream.layout import Layout
+
+
+def replica_of(layout: Layout, options: Options) -> ReplicaLayout:
+    """What packing needs to know of this rank's place."""
+    interleaved = layout.num_chunks > 1
+    group = options.megatron.microbatch_group_size_per_vp_stage or layout.pp_size
+    return ReplicaLayout(
+        dp_size=layout.dp_size,
+        dp_rank=layout.dp_rank,
+        pipeline_size=layout.pp_size,
+        group_size=group if interleaved else None,
+        sequence_multiple=layout.tp_size if layout.sequence_parallel else 1,
+    )
 
 
 def to_device(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
@@ -34,8 +50,7 @@ def packed_params(microbatch: Microbatch) -> PackedSeqParams | None:
     """Megatron's description of a packed row; None for padded rows.
 
     The longest segment is stated exactly: Megatron restarts rotary positions only if it differs
-    from
-    the length of the row.
+    from the length of the row.
     """
     if microbatch.cu_seqlens is None:
         return None

@@ -23,9 +23,9 @@ from megatron_ext.rl.transcripts import Transcripts
 from megatron_ext.rl.watch import Watch
 from megatron_ext.rollout.types import SamplingParams
 from megatron_ext.upstream.arguments import Options
-from megatron_ext.upstream.evaluate import evaluation_replica
 from megatron_ext.upstream.layout import Layout
 from megatron_ext.upstream.learner import MegatronLearner
+from megatron_ext.upstream.microbatches import replica_of
 
 MEGABYTE = 1_000_000
 
@@ -76,7 +76,7 @@ def episode_limits(options: Options) -> EpisodeLimits:
 
 def planner_of(options: Options, layout: Layout) -> Planner:
     """How samples become microbatches in this job."""
-    args, replica = options.megatron, evaluation_replica(options, layout)
+    args, replica = options.megatron, replica_of(layout, options)
     plain = replace(
         options.packing, loss_normalization="global-token-mean", loss_denominator="counted"
     )

@@ -23,7 +23,8 @@ from megatron_ext.evaluation.transformers_model import transformers_logprobs
 from megatron_ext.packing.leak import RIGHT, WRONG, packing_errors
 from megatron_ext.packing.plan import plan_step
 from megatron_ext.upstream.checkpoint_tensors import load_weights, on_writer, save_weights
-from megatron_ext.upstream.evaluate import evaluation_replica, logprobs_of
+from megatron_ext.upstream.evaluate import logprobs_of
+from megatron_ext.upstream.microbatches import replica_of
 from megatron_ext.upstream.self_check_rl import ratios_are_one, sampler_is_trainer
 from megatron_ext.upstream.self_check_setup import (
     Line,
@@ -166,7 +167,7 @@ def normalisation_counts(setup: Setup) -> Line:
     plan = plan_step(
         ragged_samples(setup) * setup.layout.dp_size,
         config,
-        replica=evaluation_replica(setup.options, setup.layout),
+        replica=replica_of(setup.layout, setup.options),
         seq_length=setup.length,
         micro_batch_size=1,
     )
@@ -231,7 +232,7 @@ class _LoudPadding:
 
 
 def _packing_errors(setup: Setup) -> dict[str, float]:
-    multiple = evaluation_replica(setup.options, setup.layout).sequence_multiple
+    multiple = replica_of(setup.layout, setup.options).sequence_multiple
     errors = packing_errors(
         lambda microbatch: logprobs_of(setup.stepper, microbatch),
         ragged_samples(setup),

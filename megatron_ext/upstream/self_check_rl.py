@@ -13,7 +13,8 @@ from megatron_ext.rl.objective import PolicyObjective
 from megatron_ext.rl.types import ADVANTAGES, OLD_LOGPROBS, SAMPLER_LOGPROBS
 from megatron_ext.rollout.engine import RolloutEngine
 from megatron_ext.rollout.types import Completion, Request
-from megatron_ext.upstream.evaluate import evaluation_replica, logprobs_of, token_values
+from megatron_ext.upstream.evaluate import logprobs_of, token_values
+from megatron_ext.upstream.microbatches import replica_of
 from megatron_ext.upstream.rollout import MegatronDecoder
 from megatron_ext.upstream.self_check_setup import (
     Line,
@@ -64,7 +65,7 @@ def ratios_are_one(setup: Setup) -> Line:
     microbatches = plan_step(
         samples,
         config,
-        replica=evaluation_replica(setup.options, setup.layout),
+        replica=replica_of(setup.layout, setup.options),
         seq_length=setup.length,
         micro_batch_size=1,
     ).microbatches

@@ -16,8 +16,9 @@ from megatron_ext.packing.batch import RowLayout, Sample, build_microbatch
 from megatron_ext.packing.types import Microbatch
 from megatron_ext.upstream.arguments import Options
 from megatron_ext.upstream.checkpoint_tensors import on_writer
-from megatron_ext.upstream.evaluate import evaluation_replica, fill_model, logprobs_of
+from megatron_ext.upstream.evaluate import fill_model, logprobs_of
 from megatron_ext.upstream.layout import Layout, open_layout
+from megatron_ext.upstream.microbatches import replica_of
 from megatron_ext.upstream.model import build_trainable
 from megatron_ext.upstream.step import Stepper, build_stepper
 
@@ -107,7 +108,7 @@ def ragged_samples(setup: Setup) -> list[Sample]:
 
 def packed_row(setup: Setup, samples: list[Sample]) -> Microbatch:
     """The samples as one packed row of this layout, every masked token with weight 1."""
-    multiple = evaluation_replica(setup.options, setup.layout).sequence_multiple
+    multiple = replica_of(setup.layout, setup.options).sequence_multiple
     weights = [sample.mask.float() for sample in samples]
     layout = RowLayout(pad_to_multiple=multiple)
     count = sum(int(sample.mask.sum()) for sample in samples)

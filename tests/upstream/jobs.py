@@ -14,10 +14,10 @@ from megatron_ext.upstream.arguments import Options, parse
 from megatron_ext.upstream.checkpoint import load_weights, save_weights
 from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.layout import Layout, open_layout
+from megatron_ext.upstream.microbatches import replica_of
 from megatron_ext.upstream.model import TrainableModel, build_trainable
 from megatron_ext.upstream.step import Stepper, build_stepper
 from megatron_ext.upstream.update import update
-from pretrain_rl import replica_of
 
 VOCAB_SIZE = 250
 SEQ_LENGTH = 24

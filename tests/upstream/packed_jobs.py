@@ -24,9 +24,9 @@ from megatron_ext.packing.plan import StepPlan, plan_step
 from megatron_ext.packing.weights import turns_from_mask
 from megatron_ext.upstream.arguments import Options
 from megatron_ext.upstream.cpu import device_mode
+from megatron_ext.upstream.microbatches import replica_of
 from megatron_ext.upstream.model import TrainableModel
 from megatron_ext.upstream.step import Stepper
-from pretrain_rl import replica_of
 from tests.references import normalized_loss, padded_token_losses
 from tests.upstream.jobs import VOCAB_SIZE, build
 

@@ -13,9 +13,9 @@ from megatron_ext.packing.leak import RIGHT, WRONG, packing_errors
 from megatron_ext.packing.plan import plan_step
 from megatron_ext.packing.types import Microbatch
 from megatron_ext.upstream.cpu import device_mode
+from megatron_ext.upstream.microbatches import replica_of
 from megatron_ext.upstream.step import Stepper
 from megatron_ext.upstream.update import update
-from pretrain_rl import replica_of
 from tests.ranks import RankPool
 from tests.upstream.jobs import build
 

@@ -19,8 +19,7 @@ from megatron_ext.packing.batch import Sample, to_token_values
 from megatron_ext.packing.plan import plan_step
 from megatron_ext.packing.types import Microbatch
 from megatron_ext.upstream.cpu import device_mode
-from megatron_ext.upstream.microbatches import packed_params
-from pretrain_rl import replica_of
+from megatron_ext.upstream.microbatches import packed_params, replica_of
 from tests.ranks import RankPool
 from tests.upstream.jobs import build
 

@@ -8,7 +8,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron_ext.packing.plan import plan_step
 from megatron_ext.parallel.schedule import chunk_order, schedule
 from megatron_ext.upstream.cpu import device_mode
-from pretrain_rl import replica_of
+from megatron_ext.upstream.microbatches import replica_of
 from tests.ranks import RankPool
 from tests.upstream.jobs import DEEP, build, fixed_batch
 
