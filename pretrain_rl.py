@@ -187,7 +187,10 @@ def train_step(options: Options, stepper: Stepper, *, batch: list[Sample]) -> di
             args.seq_length,
         )
     changed = update(stepper.model, layout, num_samples=args.global_batch_size)
-    return {
+    sent: dict[str, float] = {}
+    if layout.pp_size > 1:
+        sent["pipeline_sent_bytes"] = result.pipeline_sent_bytes
+    return sent | {
         "loss": result.loss,
         "grad_norm": changed.grad_norm,
         "lr": changed.learning_rate,

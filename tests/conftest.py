@@ -7,6 +7,9 @@ import os
 # Before torch is imported: one thread, as in the ranks, so that a sum has the same order in both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
 from tests.ranks import RankPool
@@ -17,6 +20,16 @@ POOL = pytest.StashKey[RankPool]()
 def pytest_configure(config: pytest.Config) -> None:
     """Make the pool; it starts nothing yet."""
     config.stash[POOL] = RankPool()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with whole jobs and slow tests first: what is long must not be left to one process at
+    the end."""
+    cost = Counter[Path]()
+    for item in items:
+        is_job, is_slow = (item.get_closest_marker(name) is not None for name in ("e2e", "slow"))
+        cost[item.path] += 400 if is_job else 50 if is_slow else 3
+    items.sort(key=lambda item: -cost[item.path])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -12,7 +12,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/../tools/setup_env.sh"
 setup_environment
 
 workers="$(nproc)"
-arguments=(-n "$((workers < 2 ? 2 : workers > 4 ? 4 : workers))" --dist loadfile)
+arguments=(-n "$((workers < 2 ? 2 : workers > 4 ? 4 : workers))" --dist loadfile --no-loadscope-reorder)
 for argument in "$@"; do
   if [[ "$argument" == -q ]]; then
     arguments+=(-m "not e2e and not slow")

@@ -20,6 +20,11 @@ from megatron_ext.upstream.evaluate import parse_for_evaluation
 from megatron_ext.upstream.layout import close_layout
 from megatron_ext.upstream.self_check import Line, run_checks
 from megatron_ext.upstream.self_check_setup import open_setup
+from megatron_ext.upstream.self_check_update import (
+    WRITE_UPDATE,
+    update_is_single_process,
+    write_update,
+)
 from pretrain_rl import quiet_libraries
 
 
@@ -44,38 +49,54 @@ def build_parser() -> argparse.ArgumentParser:
         default=Path(tempfile.gettempdir()),
         help="where the weights are written and read again; all ranks must see it",
     )
+    parser.add_argument(
+        "--no-single-process",
+        dest="single_process",
+        action="store_false",
+        help="leave out the line that takes one update on a single process too, with memory for "
+        "the whole model there",
+    )
+    parser.add_argument(WRITE_UPDATE, type=Path, help=argparse.SUPPRESS)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 0 when every line passes.  Every rank calls it."""
     parser = build_parser()
-    own, words = parser.parse_known_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    own, words = parser.parse_known_args(given)
     with device_mode():
         if own.hf_model:
             words += ["--hf-model", str(own.hf_model), "--tokenizer-type", "NullTokenizer"]
         options = parse_for_evaluation(words, seq_length=own.seq_length)
         try:
-            return check(own, options)
+            return check(own, options, words=[__file__, *given])
         except ValueError as error:
             parser.error(str(error))
 
 
-def check(own: argparse.Namespace, options: Options) -> int:
+def check(own: argparse.Namespace, options: Options, *, words: Sequence[str]) -> int:
     """Run and print the lines, in a scratch folder that goes away again."""
     setup = open_setup(
-        options, reference=own.reference or own.hf_model, scratch_dir=own.scratch_dir
+        options,
+        reference=own.reference or own.hf_model,
+        scratch_dir=own.scratch_dir,
+        words=words,
     )
+    lines = []
     try:
-        lines = []
-        for line in run_checks(setup):
+        if own.write_update:
+            write_update(setup, folder=own.write_update)
+            return 0
+        left_out = () if own.single_process else (update_is_single_process,)
+        for line in run_checks(setup, leave_out=left_out):
             lines.append(line)
             if setup.layout.is_writer:
                 print(table_row(line), flush=True)
     finally:
         if setup.layout.is_writer:
             shutil.rmtree(setup.scratch, ignore_errors=True)
-    close_layout()
+        close_layout()
     return 0 if all(line.passed for line in lines) else 1
 
 

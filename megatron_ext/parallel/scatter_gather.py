@@ -1,10 +1,9 @@
 """Scatter/gather of pipeline boundary tensors (Narayanan et al. 2021, section 4.1).
 
 Without sequence parallelism all t tensor-parallel ranks of a stage hold the same boundary tensor,
-and
-all of them would send all of it.  Each sends its 1/t instead, and the receiving stage all-gathers
-the
-parts over its fast links: b s h / t bytes a rank and boundary between stages, the same values.
+and all of them would send all of it.  Each sends its 1/t instead, and the receiving stage
+all-gathers the parts over its fast links: b s h / t numbers a rank and boundary between stages,
+the same values.
 Invariant the tests check: gather(scatter(x)) is x; the bytes sent are exactly 1/t.
 
 Legend: S positions, B rows, D model.

@@ -31,6 +31,8 @@ class Update:
     learning_rate: float
     skipped: bool
     """The optimizer refused the gradients (overflow in fp16)."""
+    pipeline_sent_bytes: int = 0
+    """Sent between pipeline stages, all stages and replicas of one tensor-parallel rank."""
 
 
 class Policy(Protocol):

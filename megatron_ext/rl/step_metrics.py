@@ -19,7 +19,10 @@ _ROUNDING = 1e-6
 
 
 def rollout_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Rewards, lengths and endings of the episodes; lengths count what the policy sampled."""
+    """Rewards, lengths and endings of the episodes; lengths count what the policy sampled.
+
+    The mean lengths of passed and of failed episodes are left out where there is none.
+    """
     valid = [episode for episode in episodes if episode.is_valid]
     found: dict[str, float] = {
         "episodes": len(episodes),
@@ -32,10 +35,14 @@ def rollout_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     lengths = torch.tensor([e.num_sampled for e in valid], dtype=torch.float64)
     quantiles = lengths.quantile(torch.tensor([0, 0.5, 0.9, 1], dtype=torch.float64)).tolist()
     names = ("min", "median", "p90", "max")
+    passed = rewards >= PASSING_REWARD - _ROUNDING
+    for name, chosen in (("passed", passed), ("failed", ~passed)):
+        if chosen.any():
+            found[f"response_tokens_{name}"] = float(lengths[chosen].mean())
     return found | {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std(correction=0)),
-        "pass_rate": float((rewards >= PASSING_REWARD - _ROUNDING).double().mean()),
+        "pass_rate": float(passed.double().mean()),
         **{f"response_tokens_{name}": v for name, v in zip(names, quantiles, strict=True)},
         "turns_mean": sum(e.num_turns for e in valid) / len(valid),
         "truncated_share": sum(e.is_truncated for e in valid) / len(valid),
@@ -64,6 +71,8 @@ def learning_metrics(learned: Learned) -> dict[str, float]:
     }
     if not updates:
         return found
+    if sent := sum(u.pipeline_sent_bytes for u in updates):
+        found["pipeline_sent_bytes"] = sent
     positions = sum(u.num_positions for u in updates)
     return found | {
         "loss": _mean([u.loss for u in updates]),

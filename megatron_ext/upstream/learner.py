@@ -112,6 +112,7 @@ class MegatronLearner:
             grad_norm=changed.grad_norm,
             learning_rate=changed.learning_rate,
             skipped=changed.skipped,
+            pipeline_sent_bytes=result.pipeline_sent_bytes,
         )
 
     def skip(self, *, num_samples: int) -> None:

@@ -5,6 +5,7 @@ Legend: B rows, S positions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -50,6 +51,8 @@ class Setup:
     """Checkpoint that transformers loads; None = no comparison."""
     scratch: Path
     """New folder that all ranks see."""
+    words: tuple[str, ...] = ()
+    """The tool's file and flags, for its second run on one process."""
 
     @property
     def length(self) -> int:
@@ -68,7 +71,9 @@ class Setup:
         return 0.25 if self.is_half else 5e-4
 
 
-def open_setup(options: Options, *, reference: Path | None, scratch_dir: Path) -> Setup:
+def open_setup(
+    options: Options, *, reference: Path | None, scratch_dir: Path, words: Sequence[str] = ()
+) -> Setup:
     """Build the model as training does, fill it, and make the scratch folder.  Collective.
 
     Raises:
@@ -83,7 +88,12 @@ def open_setup(options: Options, *, reference: Path | None, scratch_dir: Path) -
     stepper = build_stepper(options, model=model, layout=layout)
     scratch = on_writer(layout, lambda: Path(mkdtemp(prefix="self-check-", dir=scratch_dir)))
     return Setup(
-        options=options, layout=layout, stepper=stepper, reference=reference, scratch=scratch
+        options=options,
+        layout=layout,
+        stepper=stepper,
+        reference=reference,
+        scratch=scratch,
+        words=tuple(words),
     )
 
 

@@ -55,6 +55,8 @@ class StepResult:
     """Positions with a weight, over the whole job."""
     num_positions: int
     """Positions computed, padding included, over the whole job."""
+    pipeline_sent_bytes: int = 0
+    """Sent between stages, all stages and replicas of one tensor-parallel rank; 0 in one stage."""
     statistics: Mapping[str, float] = field(default_factory=dict)
     """Of the objective: means over the trained positions of the whole job."""
 
@@ -101,6 +103,7 @@ class Stepper:
         )
         iterators = [enumerate(microbatches) for _ in self.model.chunks]
         rows, length = microbatches[0].tokens_BS.shape
+        sent_before = self.communicator.traffic.sent_bytes
         reports = run(
             forward_step_func=ForwardStep(self, objective, on_event),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -118,13 +121,15 @@ class Stepper:
                 f"{expected}"
             )
         names = names_of_statistics(objective)
-        total, *statistics = self._totals(reports, width=1 + len(names))
+        sent = self.communicator.traffic.sent_bytes - sent_before
+        total, *statistics, sent = self._totals(reports, sent=sent, width=1 + len(names))
         means = [value / max(sums[1], 1) for value in statistics]
         return StepResult(
             loss=total / max(expected, 1),
             count=expected,
             num_trained=sums[1],
             num_positions=sums[2],
+            pipeline_sent_bytes=int(sent),
             statistics=dict(zip(names, means, strict=True)),
         )
 
@@ -154,11 +159,13 @@ class Stepper:
             chunk.zero_grad_buffer()
         self.model.optimizer.zero_grad()
 
-    def _totals(self, reports: list[Tensor], *, width: int) -> list[float]:
-        """Sums of the reports over microbatches and data-parallel ranks, on every rank."""
-        totals = torch.zeros(width, dtype=torch.float64)
+    def _totals(self, reports: list[Tensor], *, sent: int, width: int) -> list[float]:
+        """Sums of the reports over microbatches, and of `sent` over stages, both over
+        data-parallel ranks, on every rank."""
+        totals = torch.zeros(width + 1, dtype=torch.float64)
+        totals[-1] = sent
         if self.layout.is_last_stage:
-            totals += torch.stack(reports).sum(dim=0).cpu()
+            totals[:-1] += torch.stack(reports).sum(dim=0).cpu()
         totals = totals.to(self._device())
         torch.distributed.all_reduce(totals, group=self.layout.dp_cp_group)
         torch.distributed.all_reduce(totals, group=self.layout.groups.pp)

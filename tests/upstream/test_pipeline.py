@@ -25,13 +25,14 @@ def run_step(flags: list[str], num_samples: int) -> dict[str, object]:
             seq_length=24,
             micro_batch_size=1,
         )
-        stepper.forward_backward(plan.microbatches, on_event=events.append)
+        result = stepper.forward_backward(plan.microbatches, on_event=events.append)
         return {
             "events": events,
             "rank": layout.groups.pp.rank(),
             "chunks": layout.num_chunks,
             "num_microbatches": len(plan.microbatches),
             "sent_bytes": stepper.communicator.traffic.sent_bytes,
+            "reported_bytes": result.pipeline_sent_bytes,
         }
 
 
@@ -57,7 +58,9 @@ def test_scatter_gather_sends_one_over_t(ranks: RankPool, virtual: str) -> None:
     base = f"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 {virtual}".split()
     plain = ranks(4).run(run_step, base, 4)
     scattered = ranks(4).run(run_step, [*base, "--scatter-gather-pipeline-tensors"], 4)
+    assert plain[0]["reported_bytes"] == sum(result["sent_bytes"] for result in plain) // 2
     for before, after in zip(plain, scattered, strict=True):
         assert before["sent_bytes"] > 0
         assert 2 * after["sent_bytes"] == before["sent_bytes"]
+        assert 2 * after["reported_bytes"] == before["reported_bytes"]
         assert before["events"] == after["events"]

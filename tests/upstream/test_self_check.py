@@ -18,8 +18,9 @@ from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.evaluate import parse_for_evaluation
 from megatron_ext.upstream.self_check import LINES, Line, run_checks
 from megatron_ext.upstream.self_check_setup import Setup, open_setup
+from megatron_ext.upstream.self_check_update import largest_difference, write_update
 from tests.marks import slow_except
-from tests.ranks import RankPool
+from tests.ranks import ROOT, RankPool
 from tests.weights.tiny_models import MODELS, save
 from tools.self_check import table_row
 
@@ -37,7 +38,10 @@ def opened(model: Path, *, reference: Path | None, scratch: Path, flags: str = "
     """The set-up of a checkpoint; call it inside ``device_mode()``."""
     words = ["--hf-model", str(model), "--tokenizer-type", "NullTokenizer", *flags.split()]
     options = parse_for_evaluation(words, seq_length=48)
-    return open_setup(options, reference=reference, scratch_dir=scratch)
+    tool = [str(ROOT / "tools/self_check.py"), "--hf-model", str(model), "--seq-length", "48"]
+    return open_setup(
+        options, reference=reference, scratch_dir=scratch, words=[*tool, *flags.split()]
+    )
 
 
 LAYOUTS = {
@@ -51,8 +55,10 @@ LAYOUTS = {
 
 
 def checked(model: Path, reference: Path, scratch: Path, flags: str) -> list[Line]:
+    left_out = () if "--sequence-parallel" in flags else (self_check.update_is_single_process,)
     with device_mode():
-        return list(run_checks(opened(model, reference=reference, scratch=scratch, flags=flags)))
+        setup = opened(model, reference=reference, scratch=scratch, flags=flags)
+        return list(run_checks(setup, leave_out=left_out))
 
 
 @pytest.mark.parametrize("layout", slow_except({"one rank"}, LAYOUTS))
@@ -60,7 +66,8 @@ def test_sound_checkpoint_passes(ranks: RankPool, folder: Path, tmp_path: Path, 
     size, flags = LAYOUTS[layout]
     results = ranks(size).run(checked, folder, folder, tmp_path, flags, timeout=110)
     for lines in results:
-        assert lines == results[0] and len(lines) == len(LINES)
+        assert lines == results[0]
+        assert len(lines) == len(LINES) - (layout != "tp2 sp")
         assert [line for line in lines if not line.passed] == []
         assert all(line.number != "-" for line in lines)
 
@@ -136,3 +143,38 @@ def test_broken_round_trip_and_mask_fail(ranks: RankPool, folder: Path, tmp_path
     ((round_trip, mask),) = ranks(1).run(broken_lines, folder, tmp_path)
     assert not round_trip.passed and round_trip.number.startswith("1 of")
     assert not mask.passed
+
+
+def write_single(model: Path, scratch: Path, folder: Path) -> None:
+    """What the second run of the tool does, in the pool."""
+    with device_mode():
+        write_update(opened(model, reference=None, scratch=scratch), folder=folder)
+
+
+def difference(model: Path, scratch: Path, single: Path, flags: str, forget: bool) -> float:
+    """Of an update on this layout from a single process's; the model is then as before.
+
+    forget: gradients of the norms stay those of this rank's positions, as if nobody summed them.
+    """
+    with device_mode():
+        setup = opened(model, reference=None, scratch=scratch, flags=flags)
+        parameters = [p for chunk in setup.stepper.model.chunks for p in chunk.parameters()]
+        before = [p.clone() for p in parameters]
+        if forget:
+            for parameter in parameters:
+                vars(parameter)["sequence_parallel"] = False
+        found = largest_difference(setup, single)
+        assert all(map(torch.equal, before, parameters))
+        return found
+
+
+@pytest.mark.slow
+def test_an_update_is_that_of_one_process(ranks: RankPool, folder: Path, tmp_path: Path):
+    """`test_sound_checkpoint_passes` has the tool's own second process."""
+    single, (_, sequence_parallel) = tmp_path / "single", LAYOUTS["tp2 sp"]
+    ranks(1).run(write_single, folder, tmp_path, single)
+    for flags in (LAYOUTS["pp2 vpp2"][1], "--use-distributed-optimizer --overlap-grad-reduce"):
+        found = ranks(2).run(difference, folder, tmp_path, single, flags, False, timeout=110)
+        assert max(found) < 1e-4, flags
+    found = ranks(2).run(difference, folder, tmp_path, single, sequence_parallel, True)
+    assert min(found) > 0.01
