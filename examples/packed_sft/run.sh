@@ -42,5 +42,6 @@ exec "$VENV_PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 pre
   --train-data "$OUTPUT_DIR/train.jsonl" --valid-data "$OUTPUT_DIR/valid.jsonl" --eval-interval 6 \
   --tool-call-format text --overlong truncate --seq-length 2560 \
   --packing --max-tokens-per-microbatch 2560 --loss-normalization global-token-mean \
+  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
   --train-iters 6 --global-batch-size 2 --lr 1e-4 --lr-decay-style cosine --clip-grad 1.0 \
   --output-dir "$OUTPUT_DIR" "$@"

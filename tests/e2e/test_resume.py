@@ -20,6 +20,7 @@ OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-pa
 LAST = 12
 MORE = [*DROPOUT, *OVERLAP, "--train-iters", str(LAST), "--keep-checkpoints", "1"]
 STARTUP_SECONDS = 200
+DEAD_RANK_SECONDS = 60
 
 
 def start(run: Path) -> subprocess.Popen:
@@ -48,15 +49,26 @@ def wait(process: subprocess.Popen, seconds: float) -> bool:
     return True
 
 
-def kill(process: subprocess.Popen) -> None:
+def children_of(pid: int) -> list[int]:
+    """Processes that this one started, in their order."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(child) for file in files for child in file.read_text().split())
+
+
+def kill_all(process: subprocess.Popen) -> None:
     """SIGKILL to the job's processes, which are all below this one."""
     doomed = [process.pid]
     for pid in doomed:
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            doomed += map(int, children.read_text().split())
+        doomed += children_of(pid)
     for pid in doomed:
         os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def kill_one_rank(process: subprocess.Popen) -> None:
+    """SIGKILL to one rank: the job must end by itself, and not as if all were well."""
+    os.kill(children_of(process.pid)[-1], signal.SIGKILL)
+    assert process.wait(DEAD_RANK_SECONDS) != 0
 
 
 @pytest.mark.e2e
@@ -67,7 +79,7 @@ def test_killed_at_random_moments(ranks: RankPool, tmp_path: Path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     ranks(2).run(jobs.train, jobs.flags_of(whole, *MORE))
     draw = random.Random(11)
-    for goal in (3, 7):
+    for goal, kill in ((3, kill_all), (7, kill_one_rank)):
         job = start(killed)
         for _ in range(STARTUP_SECONDS * 20):
             if logged(killed) >= goal or wait(job, 0.05):
