@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.environments.codecs import ModelCodec
+from megatron_ext.environments.seeds import derived_seed
 from megatron_ext.report.sampling_bar import SamplingBar
 from megatron_ext.report.whole_file import check_writable, whole_file
 from megatron_ext.rollout.engine import RolloutEngine
@@ -119,9 +121,13 @@ def requests_of(
     records: Sequence[dict[str, Any]],
     codec: ModelCodec,
 ) -> list[Request]:
-    """What to sample; `ValueError` names the prompts that the model cannot continue."""
+    """What to sample; `ValueError` names the prompts that the model cannot continue.
+
+    A prompt's draws depend on its ids and on how often it came before, not on the others.
+    """
     args = options.megatron
     requests, wrong = [], []
+    times = Counter[tuple[int, ...]]()
     for number, record in enumerate(records, start=1):
         try:
             ids = prompt_ids(record, encode=codec.encode)
@@ -133,7 +139,8 @@ def requests_of(
             prompt_ids=ids,
             max_new_tokens=max(0, min(options.rollout.rollout_max_new_tokens, room)),
             sampling=options.rollout.sampling,
-            seed=own.sampling_seed,
+            seed=derived_seed(own.sampling_seed, *ids),
+            sample=own.samples * times[ids],
             stop_ids=codec.stop_ids,
             stop_strings=tuple(own.stop),
             top_logprobs=own.top_logprobs,
@@ -148,6 +155,7 @@ def requests_of(
             )
         wrong += [f"prompt {number}: {problem}." for problem in problems]
         requests += samples_of(request, own.samples)
+        times[ids] += 1
     if wrong:
         more = [f"and {len(wrong) - MOST_REPORTED} more"] if len(wrong) > MOST_REPORTED else []
         raise ValueError("\n  ".join([f"{own.prompts}:", *wrong[:MOST_REPORTED], *more]))

@@ -1,7 +1,8 @@
 """Progress on stderr: a bar on a terminal, else a plain line every few seconds.
 
-Both show the step, loss, gradient norm, tokens per second and the time left.  Like the bar, the
-plain lines go to the stream itself: they are the display of a run, seen without any logging set-up.
+Both show the step, loss, gradient norm, tokens per second and the time left; of reinforcement
+learning also the reward and the gap between sampler and trainer.  Like the bar, the plain lines go
+to the stream itself: they are the display of a run, seen without any logging set-up.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ from typing import TextIO
 from tqdm import tqdm
 
 from megatron_ext.report.sink import Number, Outcome, Sink
+
+_KEYS = (
+    ("reward_mean", "reward", 4),
+    ("loss", "loss", 4),
+    ("grad_norm", "grad norm", 4),
+    ("sampler_gap", "gap", 2),
+)
+"""Metric, its label, and its digits."""
 
 
 def open_progress(
@@ -38,11 +47,9 @@ def open_progress(
 
 
 def key_figures(metrics: Mapping[str, Number]) -> str:
-    """Loss, gradient norm and tokens per second, as far as they were measured."""
+    """The figures one looks at first, as far as they were measured, and tokens per second."""
     shown = [
-        f"{label} {metrics[name]:.4g}"
-        for name, label in (("loss", "loss"), ("grad_norm", "grad norm"))
-        if name in metrics
+        f"{label} {metrics[name]:.{digits}g}" for name, label, digits in _KEYS if name in metrics
     ]
     if "tokens_per_second" in metrics:
         shown.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")

@@ -53,3 +53,5 @@ def test_a_terminal_gets_a_bar_that_starts_where_the_run_resumes():
 
 def test_key_figures_show_what_was_measured():
     assert key_figures({"loss": float("nan"), "lr": 1.0}) == "loss nan"
+    shown = key_figures({"loss": 0.5, "sampler_gap": 1.2345e-7, "reward_mean": 0.25})
+    assert shown == "reward 0.25  loss 0.5  gap 1.2e-07"

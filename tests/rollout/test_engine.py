@@ -122,6 +122,20 @@ def test_a_prompt_is_computed_once_for_its_samples():
     assert engine.session.stats.positions_shared == 7 * 36
 
 
+def test_a_finished_sequences_slot_is_refilled_at_once():
+    """Prompts of one token, so a request of n tokens takes n steps, whoever sits beside it."""
+    model, budgets = ToyDecoder(), [1, 9, 3, 3, 12, 1, 1, 5, 2, 7]
+    requests = [Request(prompt_ids=(1,), max_new_tokens=n, seed=n) for n in budgets]
+    engine_of(model, slots=3).generate(requests)
+    waiting, running, expected = list(budgets), [], []
+    while waiting or running:
+        free = 3 - len(running)
+        running, waiting = [*running, *waiting[:free]], waiting[free:]
+        expected.append(len(running))
+        running = [left - 1 for left in running if left > 1]
+    assert [len(plan.tokens) for plan in model.plans] == expected
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_any_program_of_turns_and_interruptions(seed):
     """Submit, extend, release and change weights at random; every turn must be the naive one."""

@@ -72,6 +72,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_every_prompt_has_draws_of_its_own(ranks: RankPool, tmp_path: Path):
+    """A model that ignores its prompt says other things to each, and the same to it anywhere."""
+    model = build(MODELS["llama"])
+    model.lm_head.weight.data.zero_()
+    model.save_pretrained(tmp_path / "model")
+    words = f"--hf-model {tmp_path}/model --tokenizer-type NullTokenizer --samples 2"
+    words += f" --rollout-max-new-tokens 12 --prompts {tmp_path}/in --output {tmp_path}/out"
+
+    def said(*prompts: list[int]) -> list[list[int]]:
+        lines = "\n".join(json.dumps({"prompt_ids": prompt}) for prompt in prompts)
+        (tmp_path / "in").write_text(lines)
+        ranks(1).run(run_generate_tool, words.split())
+        return [json.loads(x)["token_ids"] for x in (tmp_path / "out").read_text().splitlines()]
+
+    alone, among = said([1, 2]), said([1, 3], [1, 2], [1, 2])
+    assert among[2:4] == alone
+    assert len(set(map(tuple, among))) == 6
+
+
 REFUSALS = [
     ({"prompt": "A"}, "--samples 0", "--samples 0 asks for nothing"),
     ({"prompt": "A" * 40}, "", "prompt 1: 40 tokens leave no room in --max-context 32"),
