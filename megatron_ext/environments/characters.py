@@ -25,13 +25,13 @@ class CharacterTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text's characters; `ValueError` names those without an id."""
-        unknown = sorted(set(text) - self._ids.keys())
-        if unknown:
+        try:
+            return [self._ids[character] for character in text]
+        except KeyError:
+            unknown = "".join(sorted(set(text) - self._ids.keys()))
             raise ValueError(
-                f"{''.join(unknown)!r} of {text[:40]!r} is not in the vocabulary "
-                f"{self.vocabulary!r}."
-            )
-        return [self._ids[character] for character in text]
+                f"{unknown!r} of {text[:40]!r} is not in the vocabulary {self.vocabulary!r}."
+            ) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; an id of the padded part of an embedding table reads as U+FFFD."""

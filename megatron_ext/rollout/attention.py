@@ -35,7 +35,8 @@ class CacheIndex:
     """Whether the running requests fill those slots, in order."""
     mask_B11S: Tensor
     """0 where a running request attends, else -inf; in the attention's type."""
-    pieces: list[Piece]
+    pieces: list[tuple[Piece, Tensor | None]]
+    """With the mask [tokens, positions] of each; None = causal from the first position on."""
 
     @classmethod
     def of(cls, plan: StepPlan, *, dtype: torch.dtype, device: torch.device) -> CacheIndex:
@@ -59,8 +60,16 @@ class CacheIndex:
             length=length,
             is_dense=num_rows == running,
             mask_B11S=mask_BS[:, None, None],
-            pieces=plan.pieces,
+            pieces=[(piece, _mask_of(piece, device=device)) for piece in plan.pieces],
         )
+
+
+def _mask_of(piece: Piece, *, device: torch.device) -> Tensor | None:
+    """Which positions each token of a piece sees, where it does not begin its prompt."""
+    _, start, length = piece
+    if not start:
+        return None
+    return torch.ones(length, start + length, dtype=torch.bool, device=device).tril(start)
 
 
 def write(cache_BGSD: Tensor, values_TGD: Tensor, index: CacheIndex) -> None:
@@ -85,11 +94,12 @@ def cached_attention(
             ).flatten(1)
         )
     first = index.num_running
-    for piece in index.pieces:
+    for piece, mask_nS in index.pieces:
         q_nGRD = q_TGRD[first : first + piece.length]
-        parts.append(
-            _piece_attention(q_nGRD, keys_BGSD, values_BGSV, piece, scale=softmax_scale).flatten(1)
+        out_nGRV = _piece_attention(
+            q_nGRD, keys_BGSD, values_BGSV, piece, mask_nS, scale=softmax_scale
         )
+        parts.append(out_nGRV.flatten(1))
         first += piece.length
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -112,17 +122,20 @@ def _running_attention(
 
 
 def _piece_attention(
-    q_nGRD: Tensor, keys_BGSD: Tensor, values_BGSV: Tensor, piece: Piece, *, scale: float
+    q_nGRD: Tensor,
+    keys_BGSD: Tensor,
+    values_BGSV: Tensor,
+    piece: Piece,
+    mask_nS: Tensor | None,
+    *,
+    scale: float,
 ) -> Tensor:
     slot, start, length = piece
     end, heads = start + length, q_nGRD.shape[2]
     q_GRnD = q_nGRD.permute(1, 2, 0, 3)
     k_GRSD = keys_BGSD[slot, :, None, :end].expand(-1, heads, -1, -1)
     v_GRSV = values_BGSV[slot, :, None, :end].expand(-1, heads, -1, -1)
-    mask_nS = None
-    if start:
-        mask_nS = torch.ones(length, end, dtype=torch.bool, device=q_nGRD.device).tril(start)
     out_GRnV = F.scaled_dot_product_attention(
-        q_GRnD, k_GRSD, v_GRSV, attn_mask=mask_nS, is_causal=not start, scale=scale
+        q_GRnD, k_GRSD, v_GRSV, attn_mask=mask_nS, is_causal=mask_nS is None, scale=scale
     )
     return out_GRnV.permute(2, 0, 1, 3)

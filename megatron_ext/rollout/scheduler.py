@@ -156,17 +156,19 @@ class Scheduler:
         At least the last token is left to compute.
         """
         found, shared = None, self._least_shared(sequence) - 1
+        most = len(sequence.context) - 1
         for other in self.table.occupants() if self.share_prefill else []:
-            length = self._in_common(sequence, other, min(other.cached, len(sequence.context) - 1))
-            if length > shared:
-                found, shared = other, length
+            if min(other.cached, most) > shared:
+                length = self._in_common(sequence, other, min(other.cached, most))
+                if length > shared:
+                    found, shared = other, length
         return found, shared
 
     def _find_leader(self, sequence: Sequence) -> None:
         """Wait for another sequence's prompt if it begins alike further than what is cached."""
         best = max(sequence.cached, self._least_shared(sequence) - 1)
         for other in self.table.occupants() if self.share_prefill else []:
-            if other is sequence or not other.is_running or other.leader or other.pending <= 1:
+            if other.pending <= 1 or other is sequence or not other.is_running or other.leader:
                 continue
             length = self._in_common(sequence, other, len(sequence.context))
             if length > max(best, other.cached):

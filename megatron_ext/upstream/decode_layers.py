@@ -133,6 +133,6 @@ def _mlp_function(mlp: Any, product: Product) -> Function:
 
     def gated(x_TD: Tensor) -> Tensor:
         gate, linear = up(x_TD).chunk(2, dim=-1)
-        return down(activation(gate) * linear)
+        return down(activation(gate).mul_(linear))
 
     return gated

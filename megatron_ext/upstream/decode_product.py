@@ -24,8 +24,9 @@ MOST_BYTES = 2**29
 """Of all copies of one rollout."""
 _MOST_ROWS = 64
 _PACKED_FOR_ROWS = 32
-_FIRST_USES = 8
-"""Calls before a weight is packed: that costs as much as some ten calls save."""
+_FIRST_USES = 2
+"""The call at which a weight is packed.  That costs as much as some five calls save, and nearly
+every rollout has more."""
 
 
 def plain_product(weight: Tensor, bias: Tensor | None = None) -> Function:
