@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     module.add_arguments(parser)
     options = parser.parse_args(words[1:])
     figures = module.run(options)
+    if os.environ.get("RANK", "0") != "0":  # torchrun's; the first rank has the figures of all
+        return
     sys.stdout.write(table(figures))
     if options.output is not None:
         settings = {key: str(value) for key, value in vars(options).items() if key != "output"}
