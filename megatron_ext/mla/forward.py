@@ -1,0 +1,127 @@
+"""Attention of one sequence written out, original and converted: for statistics and refits.
+
+Not the training path: one sequence, one layer, T x T probabilities of one head at a time.
+
+Legend: as in `layers`; T tokens of a sequence, X widths of any kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.mla.layers import AttentionLayer, LatentLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Queries, keys (before RoPE) and values of a sequence."""
+
+    query_HTW: Tensor
+    key_GTW: Tensor
+    value_GTV: Tensor
+
+
+def project(x_TD: Tensor, weight_HXD: Tensor, bias_HX: Tensor | None = None) -> Tensor:
+    """[H, T, X]: the hidden states seen by every head."""
+    out_HTX = x_TD @ weight_HXD.transpose(1, 2)
+    return out_HTX if bias_HX is None else out_HTX + bias_HX[:, None]
+
+
+def heads(layer: AttentionLayer, x_TD: Tensor) -> Heads:
+    """What the layer makes of normalised hidden states; norms of queries and keys included."""
+    query_HTW = project(x_TD, layer.query_HWD, layer.query_bias_HW)
+    key_GTW = project(x_TD, layer.key_GWD, layer.key_bias_GW)
+    if layer.query_norm_W is not None and layer.key_norm_W is not None:
+        query_HTW = normalised(query_HTW, epsilon=layer.norm_epsilon) * layer.query_norm_W
+        key_GTW = normalised(key_GTW, epsilon=layer.norm_epsilon) * layer.key_norm_W
+    value_GTV = project(x_TD, layer.value_GVD, layer.value_bias_GV)
+    return Heads(query_HTW=query_HTW, key_GTW=key_GTW, value_GTV=value_GTV)
+
+
+def normalised(x: Tensor, *, epsilon: float) -> Tensor:
+    """`x` over its root mean square (Zhang and Sennrich 2019), without a weight."""
+    return x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+
+
+def causal_logits(query_TX: Tensor, key_TX: Tensor, *, scale: float) -> Tensor:
+    """Logits [T, T] of one head, minus infinity where the key is later than the query."""
+    logits_TT = query_TX @ key_TX.T * scale
+    is_later = torch.ones_like(logits_TT, dtype=torch.bool).triu(1)
+    return logits_TT.masked_fill(is_later, -torch.inf)
+
+
+def head_logits(layer: AttentionLayer, found: Heads) -> Iterator[Tensor]:
+    """Causal logits [T, T] of every query head in turn."""
+    positions_T = torch.arange(found.query_HTW.shape[1])
+    key_GTW = layer.pairs.turn(found.key_GTW, positions_T)
+    for head, query_TW in enumerate(found.query_HTW):
+        turned_TW = layer.pairs.turn(query_TW, positions_T)
+        key_TW = key_GTW[head // layer.heads_per_group]
+        yield causal_logits(turned_TW, key_TW, scale=layer.softmax_scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentHeads:
+    """What a latent layer makes of a sequence; rotary widths are turned."""
+
+    query_rotary_HTC: Tensor
+    query_plain_HTN: Tensor
+    key_rotary_BTC: Tensor
+    key_plain_GTN: Tensor
+    value_GTV: Tensor
+
+
+def latent_heads(layer: LatentLayer, x_TD: Tensor) -> LatentHeads:
+    """Queries, keys and values from normalised hidden states, keys and values not absorbed."""
+    queried_TE = x_TD if layer.query_down_ED is None else x_TD @ layer.query_down_ED.T
+    query_rotary_HTC = project(queried_TE, layer.query_rotary_HCE, layer.query_rotary_bias_HC)
+    query_plain_HTN = project(queried_TE, layer.query_plain_HNE, layer.query_plain_bias_HN)
+    key_rotary_BTC = project(x_TD, layer.key_rotary_BCD, layer.key_rotary_bias_BC)
+    latent_TR = x_TD @ layer.down_RD.T
+    key_plain_GTN = project(latent_TR, layer.key_up_GNR)
+    if layer.norms is not None:
+        norms, width = layer.norms, layer.key_rotary_BCD.shape[1]
+        heads_per_group = len(query_plain_HTN) // len(key_plain_GTN)
+        weight_GW = torch.cat((norms.query_rotary_GC, norms.query_plain_GN), dim=1)
+        query_HTW = torch.cat((query_rotary_HTC, query_plain_HTN), dim=-1)
+        query_HTW = normalised(query_HTW, epsilon=norms.epsilon)
+        query_HTW = query_HTW * weight_GW.repeat_interleave(heads_per_group, 0)[:, None]
+        query_rotary_HTC, query_plain_HTN = query_HTW.tensor_split([width], dim=-1)
+        weight_GW = torch.cat((norms.key_rotary_GC, norms.key_plain_GN), dim=1)
+        key_GTW = torch.cat((key_rotary_BTC, key_plain_GTN), dim=-1)
+        key_GTW = normalised(key_GTW, epsilon=norms.epsilon) * weight_GW[:, None]
+        key_rotary_BTC, key_plain_GTN = key_GTW.tensor_split([width], dim=-1)
+    heads_per_key = len(query_rotary_HTC) // len(key_rotary_BTC)
+    frequencies_HK = layer.frequencies_BK.repeat_interleave(heads_per_key, 0)
+    return LatentHeads(
+        query_rotary_HTC=turn_halves(query_rotary_HTC, frequencies_HK),
+        query_plain_HTN=query_plain_HTN,
+        key_rotary_BTC=turn_halves(key_rotary_BTC, layer.frequencies_BK),
+        key_plain_GTN=key_plain_GTN,
+        value_GTV=project(latent_TR, layer.value_up_GVR),
+    )
+
+
+def turn_halves(x_BTC: Tensor, frequencies_BK: Tensor) -> Tensor:
+    """RoPE of widths in halves at positions 0 to T - 1, each of B with its own frequencies."""
+    positions_T = torch.arange(x_BTC.shape[1], dtype=x_BTC.dtype)
+    angles_BTK = positions_T[:, None] * frequencies_BK.to(x_BTC.dtype)[:, None]
+    real, imaginary = x_BTC.chunk(2, dim=-1)
+    cos, sin = angles_BTK.cos(), angles_BTK.sin()
+    return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1)
+
+
+def latent_head_outputs(layer: LatentLayer, found: LatentHeads) -> Iterator[Tensor]:
+    """Outputs [T, V] of every query head in turn, before the output projection."""
+    num_heads = len(found.query_plain_HTN)
+    for head in range(num_heads):
+        group = head * len(found.key_plain_GTN) // num_heads
+        rotary_key = head * len(found.key_rotary_BTC) // num_heads
+        query_TX = torch.cat((found.query_rotary_HTC[head], found.query_plain_HTN[head]), dim=-1)
+        key_TX = torch.cat((found.key_rotary_BTC[rotary_key], found.key_plain_GTN[group]), dim=-1)
+        logits_TT = causal_logits(query_TX, key_TX, scale=layer.softmax_scale)
+        yield logits_TT.softmax(-1) @ found.value_GTV[group]
