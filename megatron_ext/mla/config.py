@@ -98,10 +98,11 @@ class MLAConfig:
     """Steps of conjugate gradients that fit the queries to the new keys. 0 = off."""
 
     output_refit: bool = True
-    """Fit the output projection to the outputs of the converted heads."""
+    """Fit the output projection to the outputs of the converted heads, as far as that helps on
+    sequences that were not fitted."""
 
     refit_ridge: float = 1e-3
-    """Pull of the refits towards where they start, in units of their mean curvature."""
+    """Pull of fitted queries towards where they start, in units of the mean curvature."""
 
     moment_ridge: float = 1e-3
     """Share of the mean second moment of activations that is added to all directions."""

@@ -227,7 +227,7 @@ def _refitted(
         plain_HND, bias_HN = query_weights(layer, maps_HWN)
         converted = replace(converted, query_plain_HNE=plain_HND, query_plain_bias_HN=bias_HN)
     if config.output_refit:
-        output_DHV = refit_output(layer, converted, inputs_STD=inputs_STD, ridge=config.refit_ridge)
+        output_DHV = refit_output(layer, converted, inputs_STD=inputs_STD)
         converted = replace(converted, output_DHV=output_DHV)
     return converted
 

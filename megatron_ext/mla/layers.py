@@ -178,7 +178,8 @@ class LatentLayer:
         def moved(value: object, name: str) -> object:
             if isinstance(value, LatentNorms):
                 return LatentNorms(**{n: moved(v, n) for n, v in vars(value).items()})  # pyright: ignore
-            is_weight = isinstance(value, Tensor) and name != "frequencies_BK"
-            return value.to(dtype) if is_weight else value
+            if isinstance(value, Tensor) and name != "frequencies_BK":
+                return value.to(dtype)
+            return value
 
         return LatentLayer(**{name: moved(value, name) for name, value in vars(self).items()})  # pyright: ignore

@@ -25,6 +25,9 @@ from megatron_ext.mla.forward import (
 from megatron_ext.mla.layers import AttentionLayer, LatentLayer
 from megatron_ext.mla.low_rank import cholesky, damped
 
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
+"""Pulls of the output's fit towards its start that are tried, of the outputs' mean moment."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Sequence:
@@ -150,20 +153,67 @@ def latent_outputs(layer: LatentLayer, x_TD: Tensor) -> Tensor:
     return torch.cat(list(latent_head_outputs(layer, latent_heads(layer, x_TD))), dim=-1)
 
 
-def refit_output(
-    layer: AttentionLayer, converted: LatentLayer, *, inputs_STD: Tensor, ridge: float
-) -> Tensor:
-    """Output projection [D, H, V] that makes the original output of the converted heads."""
+def refit_output(layer: AttentionLayer, converted: LatentLayer, *, inputs_STD: Tensor) -> Tensor:
+    """Output projection [D, H, V] that makes the original output of the converted heads.
+
+    How strong the pull towards the present one is, is decided by the error on the half of the
+    tokens that was not fitted; where no fit helps there, it stays.
+    """
     start_DO = converted.output_DHV.flatten(1).double()
-    size = start_DO.shape[1]
-    moment_OO = torch.zeros(size, size, dtype=torch.float64)
-    crossed_OD = torch.zeros(size, len(start_DO), dtype=torch.float64)
-    for x_TD in inputs_STD:
-        outputs_TO = latent_outputs(converted, x_TD).double()
-        moment_OO += outputs_TO.T @ outputs_TO
-        crossed_OD += outputs_TO.T @ original_output(layer, x_TD).double()
-    fitted_DO = _towards(start_DO, moment_OO, crossed_OD.T, ridge=ridge)
+    halves = [_Half.of(rows) for rows in _halves(layer, converted, inputs_STD)]
+    losses = {0.0: sum(half.loss(start_DO) for half in halves)}
+    for ridge in RIDGES:
+        fits = [half.fitted(start_DO, ridge=ridge) for half in halves]
+        losses[ridge] = halves[1].loss(fits[0]) + halves[0].loss(fits[1])
+    best = min(losses, key=lambda ridge: losses[ridge])
+    if best == 0.0:
+        return converted.output_DHV
+    whole = _Half(
+        moment_OO=halves[0].moment_OO + halves[1].moment_OO,
+        wanted_DO=halves[0].wanted_DO + halves[1].wanted_DO,
+    )
+    fitted_DO = whole.fitted(start_DO, ridge=best)
     return fitted_DO.view_as(converted.output_DHV).to(converted.output_DHV.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Half:
+    """Sums over half of the tokens, o the outputs of all heads and y what should come of them."""
+
+    moment_OO: Tensor
+    """Of o o^T."""
+    wanted_DO: Tensor
+    """Of y o^T."""
+
+    @classmethod
+    def of(cls, rows: list[tuple[Tensor, Tensor]]) -> _Half:
+        """From pieces of (o, y)."""
+        return cls(
+            moment_OO=sum((o.T @ o for o, _ in rows[1:]), start=rows[0][0].T @ rows[0][0]),
+            wanted_DO=sum((y.T @ o for o, y in rows[1:]), start=rows[0][1].T @ rows[0][0]),
+        )
+
+    def fitted(self, start_DO: Tensor, *, ridge: float) -> Tensor:
+        """The projection with the least loss, pulled towards the present one."""
+        return _towards(start_DO, self.moment_OO, self.wanted_DO, ridge=ridge)
+
+    def loss(self, weight_DO: Tensor) -> float:
+        """Squared error of a projection, but for what does not depend on it."""
+        return float(((weight_DO @ self.moment_OO - 2 * self.wanted_DO) * weight_DO).sum())
+
+
+def _halves(
+    layer: AttentionLayer, converted: LatentLayer, inputs_STD: Tensor
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """(o, y) of every other sequence, or of the halves of a single one; float64."""
+    rows = [
+        (latent_outputs(converted, x_TD).double(), original_output(layer, x_TD).double())
+        for x_TD in inputs_STD
+    ]
+    if len(rows) > 1:
+        return [rows[0::2], rows[1::2]]
+    middle = len(rows[0][0]) // 2
+    return [[(o[part], y[part]) for o, y in rows] for part in (slice(middle), slice(middle, None))]
 
 
 def compensated(
