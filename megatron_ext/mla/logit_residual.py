@@ -13,7 +13,8 @@ The sums over j are products of a with second moments of the keys, so no T x T m
 exists.  Invariants the tests check: equal to loops over i and j; a pair that does not turn loses
 nothing; the residual is not above that of m = 1.
 
-Legend: T tokens, P pairs, H query heads, G KV heads, F = 4 features.
+Legend: T tokens, I queries of which sums are taken, P pairs, H query heads, G KV heads, F = 4
+features.
 """
 
 from __future__ import annotations
@@ -32,49 +33,56 @@ _TINY = 1e-9
 
 
 def contribution_grams(
-    probabilities_TT: Tensor,
+    probabilities_IT: Tensor,
     *,
-    query_TP: Tensor,
+    query_IP: Tensor,
+    positions_I: Tensor,
     key_TP: Tensor,
     frequencies_P: Tensor,
 ) -> Tensor:
     """Sums over queries and keys [P, F, F] of attention-weighted products of centred features.
 
-    query_TP, key_TP: complex pairs of one head before RoPE, the logit's scale in one of them.
+    query_IP, key_TP: complex pairs of one head before RoPE, the logit's scale in one of them; keys
+        are at positions 0 to T - 1.
     """
-    positions_T = torch.arange(len(key_TP), dtype=probabilities_TT.dtype)
-    queries, keys = [query_TP], [key_TP]
+    positions_T = torch.arange(len(key_TP))
+    queries, keys = [query_IP], [key_TP]
     first_P = torch.arange(len(frequencies_P)) // FOLD_STRIDE * FOLD_STRIDE
     for turning_P in (frequencies_P, frequencies_P[first_P]):
-        angles_TP = positions_T[:, None] * turning_P.to(probabilities_TT.dtype)
-        turn_TP = torch.polar(torch.ones_like(angles_TP), angles_TP)
-        queries.append(query_TP * turn_TP)
-        keys.append(key_TP * turn_TP)
+        queries.append(_turned(query_IP, positions_I, turning_P))
+        keys.append(_turned(key_TP, positions_T, turning_P))
     key_TPX = torch.view_as_real(torch.stack(keys, dim=-1)).flatten(-2)
     key_TPX = key_TPX - key_TPX.mean(0)  # the same for every key, so nothing changes but rounding
-    moment_TPXX = _weighted(probabilities_TT, key_TPX[..., :, None] * key_TPX[..., None, :])
-    mean_TPX = _weighted(probabilities_TT, key_TPX)
-    covariance_TPXX = moment_TPXX - mean_TPX[..., :, None] * mean_TPX[..., None, :]
-    feature_TPFX = _features(*queries)
-    return torch.einsum("tpfx,tpxy,tpgy->pfg", feature_TPFX, covariance_TPXX, feature_TPFX)
+    moment_IPXX = _weighted(probabilities_IT, key_TPX[..., :, None] * key_TPX[..., None, :])
+    mean_IPX = _weighted(probabilities_IT, key_TPX)
+    covariance_IPXX = moment_IPXX - mean_IPX[..., :, None] * mean_IPX[..., None, :]
+    feature_IPFX = _features(*queries)
+    return torch.einsum("ipfx,ipxy,ipgy->pfg", feature_IPFX, covariance_IPXX, feature_IPFX)
 
 
-def _weighted(probabilities_TT: Tensor, values: Tensor) -> Tensor:
-    """Means of values [T, ...] under every row of probabilities."""
-    return (probabilities_TT @ values.flatten(1)).view_as(values)
+def _turned(x_TP: Tensor, positions_T: Tensor, frequencies_P: Tensor) -> Tensor:
+    """RoPE of complex pairs."""
+    real = x_TP.real.dtype
+    angles_TP = positions_T[:, None].to(real) * frequencies_P.to(real)
+    return x_TP * torch.polar(torch.ones_like(angles_TP), angles_TP)
 
 
-def _features(query_TP: Tensor, turned_TP: Tensor, folded_TP: Tensor) -> Tensor:
-    """Each feature as a linear function of the key's three complex numbers: [T, P, F, 6]."""
-    zero_TP = torch.zeros_like(query_TP)
+def _weighted(probabilities_IT: Tensor, values: Tensor) -> Tensor:
+    """Means of values [T, ...] under every row of probabilities: [I, ...]."""
+    return (probabilities_IT @ values.flatten(1)).unflatten(1, values.shape[1:])
+
+
+def _features(query_IP: Tensor, turned_IP: Tensor, folded_IP: Tensor) -> Tensor:
+    """Each feature as a linear function of the key's three complex numbers: [I, P, F, 6]."""
+    zero_IP = torch.zeros_like(query_IP)
     rows = [
-        (query_TP, zero_TP, zero_TP),
-        (query_TP * -1j, zero_TP, zero_TP),  # Re(conj(-1j q) k) = Re(1j z) = -Im z
-        (zero_TP, turned_TP, zero_TP),
-        (zero_TP, zero_TP, folded_TP),
+        (query_IP, zero_IP, zero_IP),
+        (query_IP * -1j, zero_IP, zero_IP),  # Re(conj(-1j q) k) = Re(1j z) = -Im z
+        (zero_IP, turned_IP, zero_IP),
+        (zero_IP, zero_IP, folded_IP),
     ]
-    complex_TPFX = torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
-    return torch.view_as_real(complex_TPFX).flatten(-2)
+    complex_IPFX = torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
+    return torch.view_as_real(complex_IPFX).flatten(-2)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,7 @@ def _value_problems(config: MLAConfig) -> list[str]:
     wrong = []
     positive = (
         "kv_rank kv_dims_per_head cache_ratio q_rank rope_fold query_refit_steps refit_ridge "
-        "moment_ridge metric_ridge calibration_kept rope_uniform_start"
+        "moment_ridge metric_ridge calibration_kept calibration_queries rope_uniform_start"
     )
     for name in positive.split():
         if not getattr(config, name) >= 0:

@@ -96,16 +96,19 @@ def _sums(statistics: LayerStatistics) -> list:
 
 
 def sequence_statistics(
-    layer: AttentionLayer, x_TD: Tensor, *, keep: bool = False
+    layer: AttentionLayer, x_TD: Tensor, *, num_queries: int = 0, keep: bool = False
 ) -> LayerStatistics:
     """Sums of one sequence, computed in the type of `x_TD`.
 
     layer: of all heads, or of some (tensor parallelism).
     x_TD: the whole sequence, from position 0, at the context length that is calibrated for.
+    num_queries: evenly spaced queries from which the sums of `contribution_grams`, by far the most
+        work, are extrapolated; 0 = all.
     keep: whether to keep the input for refits.
     """
     found, pairs = heads(layer, x_TD), layer.pairs
     query_HTP, key_GTP = pairs.as_complex(found.query_HTW), pairs.as_complex(found.key_GTW)
+    rows_I = sampled_queries(len(x_TD), num_queries)
     received_T = x_TD.new_zeros(len(x_TD))
     grams, attention, metrics = [], [], []
     for head, logits_TT in enumerate(head_logits(layer, found)):
@@ -119,8 +122,9 @@ def sequence_statistics(
         attention.append(torch.stack((squared_TT.sum(), beta_T.sum())))
         grams.append(
             contribution_grams(
-                probabilities_TT,
-                query_TP=query_HTP[head] * layer.softmax_scale,
+                probabilities_TT[rows_I],
+                query_IP=query_HTP[head, rows_I] * layer.softmax_scale,
+                positions_I=rows_I,
                 key_TP=key_GTP[group],
                 frequencies_P=pairs.frequencies_P,
             )
@@ -133,11 +137,18 @@ def sequence_statistics(
         received_moment_DD=((x_TD * received_T[:, None]).T @ x_TD).double(),
         query_norms_HP=query_HTP.abs().sum(1).double(),
         key_norms_GP=key_GTP.abs().sum(1).double(),
-        gram_HPFF=torch.stack(grams).double(),
+        gram_HPFF=torch.stack(grams).double() * (len(x_TD) / len(rows_I)),
         attention_H2=torch.stack(attention).double(),
         metric_HWW=torch.stack(metrics).double(),
         inputs_STD=x_TD[None] if keep else x_TD[None][:0],
     )
+
+
+def sampled_queries(num_tokens: int, count: int) -> Tensor:
+    """Positions of `count` queries, evenly spaced and the last one among them; 0 = all."""
+    if not 0 < count < num_tokens:
+        return torch.arange(num_tokens)
+    return num_tokens - 1 - torch.arange(count) * num_tokens // count
 
 
 def _output_change(

@@ -49,7 +49,11 @@ def test_grams_are_sums_over_queries_and_keys():
     a_TT, q_TP, k_TP = attention(7), pairs(7, 3, seed=1), pairs(7, 3, seed=2)
     turns = [1.0, 0.4, 0.1]
     gram_PFF = contribution_grams(
-        a_TT, query_TP=q_TP, key_TP=k_TP, frequencies_P=torch.tensor(turns, dtype=torch.float64)
+        a_TT,
+        query_IP=q_TP,
+        positions_I=torch.arange(len(q_TP)),
+        key_TP=k_TP,
+        frequencies_P=torch.tensor(turns, dtype=torch.float64),
     )
     for pair, fold in enumerate([1.0, 1.0, 0.1]):
         rows = centred_features(
@@ -64,7 +68,9 @@ def test_grams_are_sums_over_queries_and_keys():
 def test_the_factor_is_the_best_and_residuals_are_what_is_left():
     a_TT, q_TP, k_TP = attention(9), pairs(9, 1, seed=1), pairs(9, 1, seed=2)
     turn = torch.tensor([0.3], dtype=torch.float64)
-    gram_PFF = contribution_grams(a_TT, query_TP=q_TP, key_TP=k_TP, frequencies_P=turn)
+    gram_PFF = contribution_grams(
+        a_TT, query_IP=q_TP, positions_I=torch.arange(len(q_TP)), key_TP=k_TP, frequencies_P=turn
+    )
     found = LogitResiduals.of(gram_PFF[None])
     rows = centred_features(a_TT, q_TP[:, 0].tolist(), k_TP[:, 0].tolist(), turn=0.3, fold=0.3)
 
@@ -84,7 +90,11 @@ def test_a_pair_that_does_not_turn_loses_nothing_and_a_dead_one_keeps_its_query(
     a_TT, q_TP, k_TP = attention(6), pairs(6, 2, seed=1), pairs(6, 2, seed=2)
     k_TP[:, 1] = 0
     gram_PFF = contribution_grams(
-        a_TT, query_TP=q_TP, key_TP=k_TP, frequencies_P=torch.tensor([0.0, 1.0])
+        a_TT,
+        query_IP=q_TP,
+        positions_I=torch.arange(len(q_TP)),
+        key_TP=k_TP,
+        frequencies_P=torch.tensor([0.0, 1.0]),
     )
     found = LogitResiduals.of(gram_PFF[None])
     torch.testing.assert_close(found.factor_HP[0], torch.ones(2, dtype=torch.complex128))

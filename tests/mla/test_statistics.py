@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from megatron_ext.mla.forward import head_logits, heads
 from megatron_ext.mla.layers import AttentionLayer
-from megatron_ext.mla.statistics import LayerStatistics, sequence_statistics
+from megatron_ext.mla.statistics import LayerStatistics, sampled_queries, sequence_statistics
 from megatron_ext.mla.statistics_file import (
     StatisticsFile,
     fingerprint,
@@ -67,6 +67,17 @@ def test_ranks_with_some_heads_join_to_all_heads(name):
 
     first, second = (sequence_statistics(of_group(g), case.x_TD, keep=True) for g in (0, 1))
     assert_same(first.join(second), case.statistics())
+
+
+def test_few_queries_stand_for_all():
+    assert sampled_queries(10, 0).tolist() == sampled_queries(10, 10).tolist() == list(range(10))
+    assert sampled_queries(10, 4).tolist() == [9, 7, 4, 2]
+    case = Case("gqa")
+    x_TD = random_inputs(case.shape, tokens=120)
+    whole, few = (sequence_statistics(case.layer, x_TD, num_queries=n) for n in (0, 40))
+    wanted, got = (x.gram_HPFF.diagonal(dim1=-2, dim2=-1).sum((0, 1)) for x in (whole, few))
+    torch.testing.assert_close(got, wanted, rtol=0.2, atol=0)
+    assert_same(replace(few, gram_HPFF=whole.gram_HPFF), whole)
 
 
 def test_float32_activations_are_summed_in_float64():
