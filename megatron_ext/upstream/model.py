@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -21,6 +22,7 @@ from megatron.training.training import (
 )
 
 from megatron_ext.upstream.layout import Layout
+from megatron_ext.upstream.mla_parts import LatentShape
 from megatron_ext.upstream.rotary import rotate_rows_at_once
 from megatron_ext.upstream.specs import block_spec
 
@@ -56,7 +58,9 @@ def bare(chunk: MegatronModule) -> GPTModel:
     return get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
 
 
-def model_config(args: Namespace, *, pre_wrap_hooks: Sequence[Hook] = ()) -> GPTModelConfig:
+def model_config(
+    args: Namespace, *, pre_wrap_hooks: Sequence[Hook] = (), latent: LatentShape | None = None
+) -> GPTModelConfig:
     """Megatron's model description from its arguments, with our layer specs.
 
     Lengths may differ between microbatches (``variable_seq_lengths``); a pipeline then exchanges
@@ -67,15 +71,26 @@ def model_config(args: Namespace, *, pre_wrap_hooks: Sequence[Hook] = ()) -> GPT
     config = gpt_config_from_args(args, config=transformer)
     config.rope_scaling_factor = args.rope_scaling_factor  # gpt_config_from_args forgets it
     config.transformer_layer_spec = block_spec
+    if latent is not None:
+        config.transformer_layer_spec = partial(block_spec, latent=latent)
+        config.position_embedding_type = "none"  # it turns its keys by itself
     config.pre_wrap_hooks = [rotate_rows_at_once, *pre_wrap_hooks]
     return config
 
 
 def build_chunks(
-    args: Namespace, layout: Layout, *, wrap: bool = True, pre_wrap_hooks: Sequence[Hook] = ()
+    args: Namespace,
+    layout: Layout,
+    *,
+    wrap: bool = True,
+    pre_wrap_hooks: Sequence[Hook] = (),
+    latent: LatentShape | None = None,
 ) -> list[MegatronModule]:
-    """This rank's model chunks; ``wrap=False`` leaves out data parallelism (for inference)."""
-    config = model_config(args, pre_wrap_hooks=pre_wrap_hooks)
+    """This rank's model chunks; ``wrap=False`` leaves out data parallelism (for inference).
+
+    latent: sizes of attention converted by `megatron_ext.mla`; None = Megatron's.
+    """
+    config = model_config(args, pre_wrap_hooks=pre_wrap_hooks, latent=latent)
     builder = config.get_builder_cls()(config)
     return builder.build_distributed_models(
         pg_collection=layout.groups,
@@ -91,13 +106,14 @@ def build_trainable(
     layout: Layout,
     *,
     pre_wrap_hooks: Sequence[Hook] = (),
+    latent: LatentShape | None = None,
     fill: Callable[[list[MegatronModule]], object] | None = None,
 ) -> TrainableModel:
     """Model chunks, optimizer and learning-rate schedule as Megatron's arguments describe them.
 
     fill: sets the weights of the wrapped chunks, before the optimizer copies them.
     """
-    chunks = build_chunks(args, layout, pre_wrap_hooks=pre_wrap_hooks)
+    chunks = build_chunks(args, layout, pre_wrap_hooks=pre_wrap_hooks, latent=latent)
     if fill is not None:
         fill(chunks)
     optimizer_config, overrides = get_megatron_optimizer_config(args)

@@ -16,6 +16,8 @@ from megatron.training.models import GPTModelConfig
 from megatron_ext.parallel.norm import SequenceParallelNorm
 from megatron_ext.upstream.attention import SegmentAttention
 from megatron_ext.upstream.latent_attention import use_latent_attention
+from megatron_ext.upstream.mla_attention import use_converted_attention
+from megatron_ext.upstream.mla_parts import LatentShape
 
 _OURS = {WrappedTorchNorm: SequenceParallelNorm, DotProductAttention: SegmentAttention}
 
@@ -26,8 +28,13 @@ def _replace_torch_parts(submodules: object) -> None:
             setattr(submodules, name, _OURS[slot])
 
 
-def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The decoder layers of one pipeline chunk, dense or mixture-of-experts."""
+def block_spec(
+    config: GPTModelConfig, vp_stage: int | None = None, *, latent: LatentShape | None = None
+) -> TransformerBlockSubmodules:
+    """The decoder layers of one pipeline chunk, dense or mixture-of-experts.
+
+    latent: sizes of attention converted by `megatron_ext.mla`; None = Megatron's.
+    """
     transformer = config.transformer
     use_te = transformer.transformer_impl == "transformer_engine"
     spec = get_gpt_decoder_block_spec(
@@ -38,11 +45,18 @@ def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Transform
         vp_stage=vp_stage,
     )
     if use_te:
+        if latent is not None:
+            raise ValueError(
+                "converted attention is built from the local layer spec: use --transformer-impl "
+                "local."
+            )
         return spec
     for layer in spec.layer_specs:
         assert isinstance(layer, ModuleSpec), "Megatron's local layer spec is a ModuleSpec"
         _replace_torch_parts(layer.submodules)
         _replace_torch_parts(layer.submodules.self_attention.submodules)
         use_latent_attention(layer)
+        if latent is not None:
+            use_converted_attention(layer, latent)
     spec.layer_norm = SequenceParallelNorm
     return spec

@@ -1,0 +1,105 @@
+"""Sizes and parts of converted attention that Megatron's configuration and modules do not have.
+
+Legend: as in `mla_attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.mla.config import MlaLayout
+from megatron_ext.mla.layers import LatentLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """Sizes of converted attention that Megatron's configuration does not have."""
+
+    layout: MlaLayout
+    num_pairs: int
+    """K of each rotary key."""
+    rank: int
+    """R."""
+    query_rank: int = 0
+    """Latent of the queries; 0 = none."""
+    has_query_bias: bool = False
+    has_key_rotary_bias: bool = False
+    has_output_bias: bool = False
+    has_norms: bool = False
+    """Queries and keys are normalised before RoPE (layout `paper` only)."""
+
+    @classmethod
+    def of(cls, layer: LatentLayer, *, layout: MlaLayout) -> LatentShape:
+        """Of a converted layer."""
+        return cls(
+            layout=layout,
+            num_pairs=layer.num_pairs,
+            rank=layer.rank,
+            query_rank=0 if layer.query_down_ED is None else len(layer.query_down_ED),
+            has_query_bias=layer.query_plain_bias_HN is not None,
+            has_key_rotary_bias=layer.key_rotary_bias_BC is not None,
+            has_output_bias=layer.output_bias_D is not None,
+            has_norms=layer.norms is not None,
+        )
+
+    @property
+    def rotary_width(self) -> int:
+        """C."""
+        return 2 * self.num_pairs
+
+    def plain_width(self, head_size: int) -> int:
+        """N of a head; a shared rotary key leaves the heads' own keys whole."""
+        return head_size - self.rotary_width if self.layout == "paper" else head_size
+
+
+class SharedLinear(torch.nn.Module):
+    """A linear layer whose whole weight is on every tensor-parallel rank.
+
+    Under sequence parallelism each rank sees its share of the positions, and Megatron sums the
+    gradients of parameters with the mark ``sequence_parallel``.
+    """
+
+    def __init__(self, size_in: int, size_out: int, config: TransformerConfig) -> None:
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(
+            torch.empty(size_out, size_in, dtype=config.params_dtype, device=device)
+        )
+        if config.perform_initialization:
+            config.init_method(self.weight)
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size_in] to [..., size_out]."""
+        return F.linear(x, self.weight)
+
+
+def with_widths(
+    submodules: SelfAttentionSubmodules,
+    config: TransformerConfig,
+    latent: LatentShape,
+    *,
+    key_width: int,
+) -> Any:
+    """What `Attention` builds by itself, with our widths, scale and output bias."""
+    core, proj = submodules.core_attention, submodules.linear_proj
+    scale = config.softmax_scale or (config.kv_channels or 1) ** -0.5
+    widths = {"k_channels": key_width, "v_channels": config.kv_channels, "softmax_scale": scale}
+    has_bias = config.add_bias_linear or latent.has_output_bias
+
+    def build_core(**given: Any) -> Any:
+        return core(**(given | widths))
+
+    def build_proj(*sizes: int, **given: Any) -> Any:
+        return proj(*sizes, **(given | {"bias": has_bias}))
+
+    return SelfAttentionSubmodules(
+        linear_qkv=submodules.linear_qkv, core_attention=build_core, linear_proj=build_proj
+    )
