@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -152,12 +153,15 @@ def test_a_process_by_itself_and_stop_strings(model: Path, tmp_path: Path):
     def run(name: str, *words: str) -> list[dict]:
         flags = f"--prompts {tmp_path}/in.jsonl --output {tmp_path}/{name} --hf-model {model}"
         flags += " --tokenizer-type NullTokenizer --rollout-max-new-tokens 20"
-        subprocess.run(
+        ran = subprocess.run(
             [sys.executable, "tools/generate.py", *flags.split(), *words],
             cwd=ROOT,
             env=os.environ | ENVIRONMENT,
             check=True,
+            stdout=subprocess.PIPE,
+            text=True,
         )
+        assert re.search(rf"{name}: 1 completions, \d+ tokens, [\d.]+ tokens/s", ran.stdout)
         return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
 
     (tmp_path / "in.jsonl").write_text('{"prompt": "A"}')
