@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def measure(engine: RolloutEngine, options: Namespace, layout: Layout) -> dict[s
     }
 
 
-def _summed(figures: dict[str, float]) -> dict[str, float]:
+def _summed(figures: Mapping[str, float]) -> dict[str, float]:
     """The figures of all processes together."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, figures)
