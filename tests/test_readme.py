@@ -50,7 +50,7 @@ def test_named_flags_exist() -> None:
     from megatron_ext.upstream.arguments import build_parser
 
     known = set(build_parser()._option_string_actions)
-    scripts = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tools/*.py"))
+    scripts = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tools/**/*.py"))
     for document in DOCUMENTS:
         for flag in named_flags((ROOT / document).read_text(encoding="utf-8")):
             assert flag in known or f'"{flag}"' in scripts, f"{document} names {flag}"
