@@ -16,6 +16,8 @@ RopeStrategy = Literal["high", "low", "uniform", "2-norm", "residual"]
 LowRankMethod = Literal["paper-joint", "paper-split", "whitened", "transmla", "best"]
 KvBalance = Literal["none", "energy", "channel-rms"]
 
+FOUND = -1
+"""A number that calibration finds (`budget`)."""
 CALIBRATED_STRATEGIES = ("2-norm", "residual")
 
 
@@ -33,9 +35,9 @@ class MLAConfig:
     weights (residual). Layout deepseek: directions across heads by energy (2-norm) or by what the
     rotation does (residual)."""
 
-    rope_pairs: int = 0
+    rope_pairs: int = FOUND
     """Rotary pairs (two numbers each) that a KV head keeps, or that the shared key of layout
-    deepseek has. 0 = none; the paper keeps 1/8 of a head's pairs."""
+    deepseek has. -1 = the best division of --cache-ratio; the paper keeps 1/8 of a head's pairs."""
 
     rope_norm_score: NormScore = "product"
     """Score of strategy 2-norm: mean norm of query pairs times that of key pairs, as in the paper,
@@ -48,9 +50,9 @@ class MLAConfig:
     """With strategy residual, give the queries of pairs that lose their rotation the factor that
     restores most of it."""
 
-    rope_stride: int = 1
+    rope_stride: int = FOUND
     """Layout deepseek: neighbouring pairs that share a slot of the rotary key; 2 with half as many
-    slots as pairs covers all frequencies."""
+    slots as pairs covers all frequencies. -1 = 1 or 2, the better."""
 
     rope_fold: int = 0
     """Layout deepseek, strategy 2-norm: neighbouring pairs whose directions are found together.

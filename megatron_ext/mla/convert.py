@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_ext.mla.config import MLAConfig
+from megatron_ext.mla.config import FOUND, MLAConfig
 from megatron_ext.mla.deepseek import energy_directions, residual_directions, split_shared
 from megatron_ext.mla.latent import Latent, compress, needed
 from megatron_ext.mla.layers import AttentionLayer, LatentLayer
@@ -90,7 +90,12 @@ def split_layer(
     residuals = None if statistics is None else LogitResiduals.of(statistics.gram_HPFF)
     if config.rope_strategy == "residual":
         needed(statistics)
-    if config.mla_layout == "deepseek":
+    is_shared = config.mla_layout == "deepseek"
+    if config.rope_pairs == FOUND or (is_shared and config.rope_stride == FOUND):
+        raise ValueError(
+            "--rope-pairs and --rope-stride are not known: find the best by `best_division`."
+        )
+    if is_shared:
         return _split_deepseek(layer, config=config, statistics=statistics, residuals=residuals)
     kept_GK = kept_pairs(layer, config=config, statistics=statistics, residuals=residuals)
     split = split_heads(

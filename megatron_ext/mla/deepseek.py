@@ -26,6 +26,7 @@ from megatron_ext.mla.layers import AttentionLayer
 from megatron_ext.mla.logit_residual import FOLD_STRIDE, LogitResiduals
 from megatron_ext.mla.split import RotarySplit, complex_maps
 from megatron_ext.mla.statistics import LayerStatistics
+from megatron_ext.weights.architecture import Rope
 
 _SMALLEST_WEIGHT = 1e-9
 """Of a channel's weight against the largest: directions divide by its root."""
@@ -43,6 +44,21 @@ class SharedKey:
     """The pair at whose frequency each slot turns."""
     loss: float | None = None
     """Expected loss of all pairs, in the units of `LogitResiduals`; None = not known."""
+
+
+def engine_theta(rope: Rope, *, num_pairs: int, num_slots: int, stride: int) -> float:
+    """Base at which an engine that knows nothing but a base gives every slot its frequency.
+
+    Raises:
+        ValueError: the model's frequencies are scaled, so no base gives them.
+    """
+    if rope.kind != "default":
+        raise ValueError(
+            f"rope_type {rope.kind!r}: the slots of a shared key turn at scaled frequencies, and "
+            "engines that serve DeepSeek's layout compute theirs from a base alone. Serve this "
+            "model with its own frequencies."
+        )
+    return rope.theta ** (stride * num_slots / num_pairs)
 
 
 def split_shared(

@@ -34,7 +34,12 @@ from tests.mla.reference import random_inputs
 def converted(case: Case, *, rank: int, layout: str) -> tuple[RotarySplit, LatentLayer]:
     statistics = case.statistics()
     config = preset(
-        "best", mla_layout=layout, rope_pairs=2, query_refit_steps=0, output_refit=False
+        "best",
+        mla_layout=layout,
+        rope_stride=1,
+        rope_pairs=2,
+        query_refit_steps=0,
+        output_refit=False,
     )
     split, _ = split_layer(case.layer, config=config, statistics=statistics)
     latent = compress(split, case.layer, config=config, rank=rank, statistics=statistics)
@@ -180,4 +185,6 @@ def test_refits_need_kept_sequences():
     case = Case("gqa")
     statistics = replace(case.statistics(), inputs_STD=case.x_TD[None][:0])
     with pytest.raises(ValueError, match=r"refits need kept sequences.*--calibration-kept 1"):
-        convert_layer(case.layer, config=preset("best"), rank=4, statistics=statistics)
+        convert_layer(
+            case.layer, config=preset("best", rope_pairs=2), rank=4, statistics=statistics
+        )

@@ -10,14 +10,8 @@ import pytest
 from megatron_ext.mla.config import LowRankMethod, MLAConfig
 from megatron_ext.mla.convert import convert_layer
 from megatron_ext.mla.presets import preset, preset_options
-from megatron_ext.mla.sizes import (
-    cache_of,
-    conversion_notices,
-    conversion_problems,
-    converted_cache,
-    latent_rank,
-    original_cache,
-)
+from megatron_ext.mla.problems import conversion_notices, conversion_problems
+from megatron_ext.mla.sizes import cache_of, converted_cache, latent_rank, original_cache
 from megatron_ext.weights.architecture import Architecture, Latent, Rope
 from tests.mla.cases import Case
 from tests.mla.reference import architecture
@@ -46,7 +40,9 @@ def test_the_papers_ratios(dims, ratio):
 )
 def test_sizes_are_those_of_cached_tensors(name, layout):
     case = Case(name)
-    config = preset("paper-joint", mla_layout=layout, rope_pairs=2, rope_compensation=False)
+    config = preset(
+        "paper-joint", mla_layout=layout, rope_stride=1, rope_pairs=2, rope_compensation=False
+    )
     config = replace(config, cache_ratio=0.5)
     rank = latent_rank(config, case.shape)
     layer, report = convert_layer(
@@ -62,7 +58,7 @@ def test_sizes_are_those_of_cached_tensors(name, layout):
 
 def test_ranks_divide_heads_but_not_the_latent():
     llama3 = replace(LLAMA, num_groups=8)
-    config = preset("best", mla_layout="deepseek", rope_pairs=32, kv_rank=512)
+    config = preset("best", mla_layout="deepseek", rope_stride=1, rope_pairs=32, kv_rank=512)
     before, after = original_cache(llama3), converted_cache(config, llama3)
     assert [before.on_rank(tp_size=tp) for tp in (1, 2, 4, 8)] == [2048, 1024, 512, 256]
     assert [after.on_rank(tp_size=tp) for tp in (1, 8)] == [576, 576]
@@ -74,7 +70,7 @@ def test_ranks_divide_heads_but_not_the_latent():
     assert "takes 576 numbers per token and layer on each rank, the original 256" in notice
 
 
-GOOD = preset("best", rope_pairs=2, cache_ratio=0.75)
+GOOD = preset("best", rope_pairs=2, rope_stride=1, cache_ratio=0.75)
 
 
 def problems(name: str = "gqa", *, shape: dict[str, Any] | None = None, **options: Any) -> str:
@@ -84,8 +80,9 @@ def problems(name: str = "gqa", *, shape: dict[str, Any] | None = None, **option
 
 @pytest.mark.parametrize("name", ["mha", "gqa", "mqa", "biased", "llama3", "yarn"])
 @pytest.mark.parametrize("layout", ["paper", "deepseek"])
-def test_what_fits_has_no_problems(name, layout):
-    assert problems(name, mla_layout=layout, cache_ratio=0.4) == ""
+@pytest.mark.parametrize("pairs", [2, -1])
+def test_what_fits_has_no_problems(name, layout, pairs):
+    assert problems(name, mla_layout=layout, rope_pairs=pairs, cache_ratio=0.4) == ""
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,13 @@ def test_what_fits_has_no_problems(name, layout):
         ({"metric_exponent": -0.1}, "--metric-exponent -0.1 must be from 0 to 1"),
         ({"moment_ridge": -1.0}, "--moment-ridge -1.0 is negative"),
         ({"moment_ridge": float("nan")}, "--moment-ridge nan is negative"),
-        ({"rope_stride": 0}, "--rope-stride 0 must be at least 1"),
+        ({"rope_stride": 0}, "--rope-stride 0 is no number: use -1"),
+        ({"rope_pairs": -2}, "--rope-pairs -2 is no number: use -1"),
+        (
+            {"rope_pairs": -1, "kv_rank": 8, "cache_ratio": 0.0},
+            "--kv-rank without --rope-pairs: only a --cache-ratio can be divided",
+        ),
+        ({"rope_pairs": -1, "cache_ratio": 0.01}, "--cache-ratio 0.01 leaves no possible latent"),
         ({"kv_balance_factor": 0.0}, "--kv-balance-factor 0.0 must be above 0"),
         ({"whitening": False}, "--token-weight 0.8 looks at activations.*Use --metric-exponent 0"),
     ],
@@ -174,10 +177,10 @@ def test_conversion_itself_refuses_too(name):
                 config = preset("best", rope_pairs=2, **fitting)
                 convert_layer(case.layer, config=config, rank=9, statistics=statistics)
         with pytest.raises(ValueError, match="Use --mla-layout paper"):
-            config = preset("whitened", mla_layout="deepseek", rope_pairs=2)
+            config = preset("whitened", mla_layout="deepseek", rope_stride=1, rope_pairs=2)
             convert_layer(case.layer, config=config, rank=9, statistics=statistics)
     else:
-        for config in (preset("best", rope_strategy="high"), preset("paper-joint")):
+        for config in (replace(GOOD, rope_strategy="high"), preset("paper-joint")):
             with pytest.raises(ValueError, match="give --calibration-data"):
                 convert_layer(case.layer, config=config, rank=9)
         with pytest.raises(ValueError, match="rank 60 of a latent"):

@@ -69,6 +69,20 @@ def test_ranks_with_some_heads_join_to_all_heads(name):
     assert_same(first.join(second), case.statistics())
 
 
+@pytest.mark.parametrize("name", ["gqa", "half rotary, interleaved"])
+def test_norms_are_lengths_of_pairs(name):
+    case = Case(name)
+    found, statistics = heads(case.layer, case.x_TD), case.statistics()
+    for x_HTW, sums_HP in (
+        (found.query_HTW, statistics.query_norms_HP),
+        (found.key_GTW, statistics.key_norms_GP),
+    ):
+        for pair in range(case.pairs.count):
+            widths = [int(case.pairs.first_P[pair]), int(case.pairs.second_P[pair])]
+            expected_H = x_HTW[..., widths].norm(dim=-1).sum(1)
+            torch.testing.assert_close(sums_HP[:, pair], expected_H)
+
+
 def test_few_queries_stand_for_all():
     assert sampled_queries(10, 0).tolist() == sampled_queries(10, 10).tolist() == list(range(10))
     assert sampled_queries(10, 4).tolist() == [9, 7, 4, 2]

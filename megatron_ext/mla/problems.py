@@ -1,0 +1,215 @@
+"""Everything about a conversion's options and model that does not fit together, all at once.
+
+Invariant the tests check: each mismatch is one sentence with flag, value, relation and remedy.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.mla.config import CALIBRATED_STRATEGIES, FOUND, MLAConfig
+from megatron_ext.mla.rotary_pairs import rotary_pairs
+from megatron_ext.mla.selection import check_kept, pairs_by_rule
+from megatron_ext.mla.sizes import (
+    converted_cache,
+    divisions,
+    latent_rank,
+    original_cache,
+    rank_limit,
+)
+from megatron_ext.weights.architecture import Architecture
+
+
+def conversion_problems(
+    config: MLAConfig,
+    architecture: Architecture,
+    *,
+    max_length: int | None = None,
+    tp_size: int = 1,
+) -> list[str]:
+    """Every reason against a conversion as one sentence with its remedy; empty if there is none.
+
+    max_length: of the sequences that are wanted; None = as long as the checkpoint claims.
+    """
+    if architecture.latent is not None:
+        return [f"{architecture.family} has latent attention already: there is nothing to convert."]
+    return [
+        *_value_problems(config),
+        *_model_problems(architecture, max_length=max_length, tp_size=tp_size),
+        *_rotary_problems(config, architecture),
+        *_size_problems(config, architecture),
+        *_norm_problems(config, architecture),
+    ]
+
+
+def conversion_notices(
+    config: MLAConfig, architecture: Architecture, *, tp_size: int = 1
+) -> list[str]:
+    """What a user should know of a conversion that is possible."""
+    before = original_cache(architecture).on_rank(tp_size=tp_size)
+    after = converted_cache(config, architecture).on_rank(tp_size=tp_size)
+    if after < before:
+        return []
+    return [
+        f"with --tensor-model-parallel-size {tp_size} the latent cache takes {after} numbers per "
+        f"token and layer on each rank, the original {before}: ranks divide KV heads, but not the "
+        "latent. Use fewer tensor-parallel ranks, or a smaller --kv-rank."
+    ]
+
+
+def _value_problems(config: MLAConfig) -> list[str]:
+    wrong = []
+    positive = (
+        "kv_rank kv_dims_per_head cache_ratio q_rank rope_fold query_refit_steps refit_ridge "
+        "moment_ridge metric_ridge calibration_kept calibration_queries rope_uniform_start"
+    )
+    for name in positive.split():
+        if not getattr(config, name) >= 0:
+            wrong.append(f"{_flag(name)} {getattr(config, name)} is negative: use 0 or more.")
+    for name in ("rope_pairs", "rope_stride"):
+        if getattr(config, name) < FOUND or (name, getattr(config, name)) == ("rope_stride", 0):
+            wrong.append(f"{_flag(name)} {getattr(config, name)} is no number: use -1 to find it.")
+    for name in ("calibration_tokens", "calibration_context"):
+        if getattr(config, name) < 1:
+            wrong.append(f"{_flag(name)} {getattr(config, name)} must be at least 1.")
+    for name in ("token_weight", "metric_exponent"):
+        if not 0 <= getattr(config, name) <= 1:
+            wrong.append(f"{_flag(name)} {getattr(config, name)} must be from 0 to 1.")
+    if not config.kv_balance_factor > 0:
+        wrong.append(f"--kv-balance-factor {config.kv_balance_factor} must be above 0.")
+    if not config.whitening:
+        wrong += [
+            f"{_flag(name)} {getattr(config, name)} looks at activations, and --no-whitening does "
+            f"not. Use {_flag(name)} 0."
+            for name in ("token_weight", "metric_exponent")
+            if getattr(config, name)
+        ]
+    return wrong
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _model_problems(
+    architecture: Architecture, *, max_length: int | None, tp_size: int
+) -> list[str]:
+    wrong = []
+    length = architecture.max_positions if max_length is None else max_length
+    window = architecture.sliding_window
+    if 0 < window < length:
+        wrong.append(
+            f"sliding_window {window}: sliding windows are not built, and sequences of {length} "
+            f"positions need one. Use a context of {window} or less."
+        )
+    if architecture.num_groups % tp_size:
+        wrong.append(
+            f"--tensor-model-parallel-size {tp_size} does not divide the {architecture.num_groups} "
+            "KV heads, whose keys and values are made on the ranks. Use a size that does."
+        )
+    return wrong
+
+
+def _rotary_problems(config: MLAConfig, architecture: Architecture) -> list[str]:
+    try:
+        count = rotary_pairs(architecture.rope, head_size=architecture.head_size).count
+        if config.rope_pairs >= 0:
+            check_kept(config.rope_pairs, num_pairs=count)
+        if config.rope_strategy == "uniform" and config.rope_pairs >= 0:
+            start = config.rope_uniform_start
+            pairs_by_rule("uniform", num_pairs=count, kept=config.rope_pairs, start=start)
+    except ValueError as error:
+        return [str(error)]
+    if config.mla_layout == "paper":
+        flags = [
+            flag
+            for flag, is_given in (
+                ("stride", config.rope_stride not in (FOUND, 1)),
+                ("fold", config.rope_fold != 0),
+            )
+            if is_given
+        ]
+        return [f"--rope-{flag} is of --mla-layout deepseek, where heads share." for flag in flags]
+    wrong = []
+    if config.rope_strategy not in CALIBRATED_STRATEGIES:
+        wrong.append(
+            f"--rope-strategy {config.rope_strategy} with --mla-layout deepseek: the frequencies "
+            "of a shared key follow from --rope-pairs and --rope-stride. Use residual or 2-norm."
+        )
+    if config.rope_pairs * config.rope_stride > count:
+        wrong.append(
+            f"--rope-pairs {config.rope_pairs} with --rope-stride {config.rope_stride} covers more "
+            f"than the {count} rotary pairs of a head. Use {count // config.rope_stride} pairs or "
+            "less."
+        )
+    return wrong
+
+
+def _size_problems(config: MLAConfig, architecture: Architecture) -> list[str]:
+    given = [n for n in ("kv_rank", "kv_dims_per_head", "cache_ratio") if getattr(config, n)]
+    if len(given) != 1:
+        names = " and ".join(_flag(name) for name in given) or "none"
+        return [
+            f"the size of the latent is given by {names}: give exactly one of --kv-rank, "
+            "--kv-dims-per-head and --cache-ratio."
+        ]
+    if config.rope_pairs == FOUND:
+        return _division_problems(config, architecture, given=given[0])
+    return _rank_problems(config, architecture, name=given[0])
+
+
+def _division_problems(config: MLAConfig, architecture: Architecture, *, given: str) -> list[str]:
+    """Of pairs that are to be found."""
+    if given != "cache_ratio":
+        return [
+            f"{_flag(given)} without --rope-pairs: only a --cache-ratio can be divided between "
+            "rotary pairs and latent. Give --rope-pairs."
+        ]
+    if divisions(config, architecture):
+        return []
+    return [
+        f"--cache-ratio {config.cache_ratio:g} leaves no possible latent beside any number of "
+        "rotary pairs. Use a larger ratio, and below 1."
+    ]
+
+
+def _rank_problems(config: MLAConfig, architecture: Architecture, *, name: str) -> list[str]:
+    rank = latent_rank(config, architecture)
+    what = f"{_flag(name)} {getattr(config, name):g}"
+    before, limit = original_cache(architecture).total, rank_limit(config, architecture)
+    if rank < 1 + config.kv_split:
+        return [
+            f"{what} leaves {rank} numbers of the latent beside {config.rope_pairs} rotary pairs. "
+            "Use a larger ratio or fewer --rope-pairs."
+        ]
+    if rank > limit:
+        return [
+            f"{what} makes a latent of {rank} numbers, but keys and values have a rank of {limit} "
+            f"at most. Use --kv-rank {limit} or less."
+        ]
+    after = converted_cache(config, architecture).total
+    if after > before:
+        return [
+            f"{what} with --rope-pairs {config.rope_pairs} makes a cache of {after} numbers per "
+            f"token and layer, and the original has {before}: nothing is saved. Use less of both."
+        ]
+    return []
+
+
+def _norm_problems(config: MLAConfig, architecture: Architecture) -> list[str]:
+    """What normalised queries and keys cannot express."""
+    if not architecture.qk_norm:
+        return []
+    if config.mla_layout == "deepseek":
+        return [
+            f"{architecture.family} normalises queries and keys by head (qk-norm), so heads cannot "
+            "share a rotary key. Use --mla-layout paper."
+        ]
+    uses = {
+        "--no-rope-compensation": config.is_compensated,
+        "--query-refit-steps 0": config.query_refit_steps,
+    }
+    return [
+        f"{architecture.family} normalises queries and keys by head (qk-norm), so queries cannot "
+        f"be mixed. Use {flag}."
+        for flag, is_used in uses.items()
+        if is_used
+    ]
