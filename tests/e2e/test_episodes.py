@@ -25,8 +25,6 @@ def test_episodes_leak_nothing_and_end_in_time(tmp_path: Path):
             "episodes",
             "--episodes",
             "2000",
-            "--batch",
-            "500",
             "--output",
             output,
         ],

@@ -44,8 +44,8 @@ WARM_UP = 0.2
 def add_arguments(parser: ArgumentParser) -> None:
     """Options of the subcommand."""
     parser.add_argument("--episodes", type=int, default=10_000)
-    parser.add_argument("--batch", type=int, default=1024, help="episodes of a rollout")
-    parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=512, help="episodes of a rollout")
+    parser.add_argument("--slots", type=int, default=128)
 
 
 def run(options: Namespace) -> dict[str, object]:
