@@ -96,14 +96,14 @@ class MLAConfig:
     """Power, from 0 to 1, of the metric that says what an error of each key and value channel does
     to the output; 0 = all the same."""
 
-    query_refit_steps: int = 20
+    query_refit_steps: int = 8
     """Steps of conjugate gradients that fit the queries to the new keys. 0 = off."""
 
     output_refit: bool = True
     """Fit the output projection to the outputs of the converted heads, as far as that helps on
     sequences that were not fitted."""
 
-    refit_ridge: float = 1e-3
+    refit_ridge: float = 0.3
     """Pull of fitted queries towards where they start, in units of the mean curvature."""
 
     moment_ridge: float = 1e-3

@@ -51,13 +51,20 @@ class _Sequence:
         """What `seen` should be."""
         return self.query_TW.T @ (self.attention_TT * self.missing_TT) @ self.key_TN
 
-    @property
-    def curvature(self) -> float:
-        """Trace of `seen`."""
-        square_T = self.key_TN.square().sum(-1)
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """[W, W] and [N, N] of the Kronecker product nearest in kind to `seen`, times its trace.
+
+        `seen` is the sum over queries of q q^T x S with S the covariance of keys under the query's
+        attention: each factor is that sum with the other one's trace in its place.
+        """
         mean_TN = self.attention_TT @ self.key_TN
-        spread_T = self.attention_TT @ square_T - mean_TN.square().sum(-1)
-        return float((self.query_TW.square().sum(-1) * spread_T).sum())
+        square_T = self.attention_TT @ self.key_TN.square().sum(-1)
+        spread_T = square_T - mean_TN.square().sum(-1)
+        size_T = self.query_TW.square().sum(-1)
+        weight_T = self.attention_TT.T @ size_T
+        queries_WW = (self.query_TW * spread_T[:, None]).T @ self.query_TW
+        keys_NN = (self.key_TN * weight_T[:, None]).T @ self.key_TN
+        return queries_WW, keys_NN - (mean_TN * size_T[:, None]).T @ mean_TN
 
 
 def refit_queries(
@@ -107,25 +114,45 @@ def _centred(values_TT: Tensor, attention_TT: Tensor) -> Tensor:
 
 
 def _fit(sequences: list[_Sequence], start_WN: Tensor, *, steps: int, ridge: float) -> Tensor:
-    pull = ridge * sum(sequence.curvature for sequence in sequences) / max(start_WN.numel(), 1)
+    factors = [sequence.factors() for sequence in sequences]
+    queries_W, query_WW = torch.linalg.eigh(sum(q for q, _ in factors))
+    keys_N, key_NN = torch.linalg.eigh(sum(k for _, k in factors))
+    trace = float(queries_W.sum())
+    if not trace > 0 or not start_WN.numel():
+        return start_WN
+    pull = ridge * trace / start_WN.numel()
+    curvature_WN = (queries_W[:, None] * keys_N).clamp(min=0) / trace + pull
 
     def curved(map_WN: Tensor) -> Tensor:
         return sum((s.seen(map_WN) for s in sequences), start=pull * map_WN)
 
+    def flattened(gradient_WN: Tensor) -> Tensor:
+        return query_WW @ ((query_WW.T @ gradient_WN @ key_NN) / curvature_WN) @ key_NN.T
+
     target_WN = sum((s.target_WN for s in sequences), start=pull * start_WN)
-    return conjugate_gradients(curved, target=target_WN, start=start_WN, steps=steps)
+    return conjugate_gradients(
+        curved, target=target_WN, start=start_WN, steps=steps, flattened=flattened
+    )
 
 
 def conjugate_gradients(
-    curved: Callable[[Tensor], Tensor], *, target: Tensor, start: Tensor, steps: int
+    curved: Callable[[Tensor], Tensor],
+    *,
+    target: Tensor,
+    start: Tensor,
+    steps: int,
+    flattened: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
-    """Solve curved(x) = target for a positive semidefinite linear map (Hestenes and Stiefel 1952).
+    """Solve curved(x) = target for a positive linear map (Hestenes and Stiefel 1952).
 
+    flattened: an approximate inverse of `curved`, symmetric and positive.  Without one, few large
+        eigenvalues make the steps repeat what rounding left of them.
     Stops early where the remainder is 1e-12 of the target.
     """
     solution, remainder = start, target - curved(start)
-    direction, size = remainder, remainder.square().sum()
-    enough = 1e-24 * float(target.square().sum())
+    direction = flattened(remainder)
+    size = (remainder * direction).sum()
+    enough = 1e-24 * float((target * flattened(target)).sum())
     for _ in range(steps):
         if float(size) <= enough:
             break
@@ -133,8 +160,9 @@ def conjugate_gradients(
         length = size / (direction * bent).sum()
         solution = solution + length * direction
         remainder = remainder - length * bent
-        last, size = size, remainder.square().sum()
-        direction = remainder + size / last * direction
+        flat = flattened(remainder)
+        last, size = size, (remainder * flat).sum()
+        direction = flat + size / last * direction
     return solution
 
 

@@ -85,7 +85,7 @@ def test_fitted_queries_are_better_and_the_best(name, layout):
     def total(layer: LatentLayer) -> float:
         return sum(misfit(case.layer, layer, x_TD) for x_TD in inputs_STD)
 
-    before, after, best = total(new), total(fitted(20)), fitted(100, ridge=1e-9)
+    before, after, best = total(new), total(fitted(8)), fitted(40, ridge=1e-9)
     assert after < 0.9 * before
     assert total(best) <= after
     draw = torch.Generator().manual_seed(0)
