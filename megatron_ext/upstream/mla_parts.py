@@ -34,6 +34,8 @@ class LatentShape:
     has_output_bias: bool = False
     has_norms: bool = False
     """Queries and keys are normalised before RoPE (layout `paper` only)."""
+    softmax_scale: float = 0.0
+    """Factor on the logits; 0 = one over the root of the original width of a head."""
 
     @classmethod
     def of(cls, layer: LatentLayer, *, layout: MlaLayout) -> LatentShape:
@@ -47,6 +49,7 @@ class LatentShape:
             has_key_rotary_bias=layer.key_rotary_bias_BC is not None,
             has_output_bias=layer.output_bias_D is not None,
             has_norms=layer.norms is not None,
+            softmax_scale=layer.softmax_scale,
         )
 
     @property
@@ -90,7 +93,7 @@ def with_widths(
 ) -> Any:
     """What `Attention` builds by itself, with our widths, scale and output bias."""
     core, proj = submodules.core_attention, submodules.linear_proj
-    scale = config.softmax_scale or (config.kv_channels or 1) ** -0.5
+    scale = latent.softmax_scale or (config.kv_channels or 1) ** -0.5
     widths = {"k_channels": key_width, "v_channels": config.kv_channels, "softmax_scale": scale}
     has_bias = config.add_bias_linear or latent.has_output_bias
 

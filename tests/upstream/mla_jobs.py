@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_ext.mla.config import MLAConfig
 from megatron_ext.mla.convert import convert_layer
 from megatron_ext.mla.layers import AttentionLayer, LatentLayer
+from megatron_ext.mla.statistics import sequence_statistics
 from megatron_ext.upstream.arguments import parse
 from megatron_ext.upstream.checkpoint import load_weights, save_weights
 from megatron_ext.upstream.cpu import device_mode
@@ -31,14 +32,20 @@ from tests.upstream.jobs import fixed_batch, forward_backward, save_gradients
 def converted_layers(
     folder: Path, architecture: Architecture, config: MLAConfig, *, rank: int
 ) -> list[LatentLayer]:
-    """Every layer of a Hugging Face folder, converted without calibration."""
+    """Every layer of a Hugging Face folder; what calibration there is, is on random inputs."""
     tensors = load_file(folder / "model.safetensors")
     found = []
     for number in range(architecture.num_layers):
         prefix = f"model.layers.{number}.self_attn."
         own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         layer = AttentionLayer.of(own, architecture, dtype=torch.float64)
-        converted, _ = convert_layer(layer, config=config, rank=rank)
+        statistics = None
+        if config.needs_statistics:
+            draw = torch.Generator().manual_seed(number)
+            size = 24, architecture.hidden_size
+            x_TD = torch.randn(size, generator=draw, dtype=torch.float64)
+            statistics = sequence_statistics(layer, x_TD)
+        converted, _ = convert_layer(layer, config=config, rank=rank, statistics=statistics)
         found.append(converted.to(torch.float32))
     return found
 
