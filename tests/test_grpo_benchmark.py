@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.data.tiny_tokenizer import byte_tokenizer
 from tests.ranks import RankPool
-from tools.benchmarks.grpo import compare
+from tools.benchmarks.grpo import compare, problems
 from tools.benchmarks.grpo_ours import our_steps
 
 LENGTHS = [3, 1, 9, 2, 4, 4, 8, 5]
@@ -75,3 +75,11 @@ def test_figures_are_of_real_tokens() -> None:
     assert found["rollout_tokens_per_s"] == {"slow": 0.5, "fast": 2.0}
     assert found["train_tokens_per_s"] == {"slow": 1.0, "fast": 4.0}
     assert found["cpu_tokens_per_s"] == {"slow": 0.25, "fast": 1.0}
+
+
+def test_options_that_do_not_fit_are_named() -> None:
+    fits = {"prompts": 2, "group_size": 4, "batch_size": 4, "trl_python": None}
+    assert problems(Namespace(**fits)) == []
+    wrong = problems(Namespace(**fits | {"batch_size": 3, "trl_python": Path("/no/python")}))
+    assert "--trl-python /no/python is no file" in wrong[0]
+    assert "--batch-size 3 does not divide the 8 completions" in wrong[1]

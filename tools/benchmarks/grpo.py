@@ -61,7 +61,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> dict[str, object]:
-    """Real tokens a second of both, end to end and by phase."""
+    """Real tokens a second of both, end to end and by phase.
+
+    Raises:
+        ValueError: an option does not fit; all that do not are named.
+    """
+    if wrong := problems(options):
+        raise ValueError(" ".join(wrong))
     torch.set_num_threads(options.threads)
     prompts = [f"Write about {', '.join(WORDS[: 2 + 3 * i])}." for i in range(options.prompts)]
     episodes = options.prompts * options.group_size
@@ -88,6 +94,24 @@ def run(options: Namespace) -> dict[str, object]:
                 found = compare(sides, lengths, rounds=options.rounds, prompt_tokens=prompt_tokens)
                 figures |= {f"{name}_{key}": value for key, value in found.items()}
     return figures
+
+
+def problems(options: Namespace) -> list[str]:
+    """What is wrong with the options, one sentence each."""
+    found = []
+    if options.trl_python is not None and not options.trl_python.is_file():
+        found.append(
+            f"--trl-python {options.trl_python} is no file: name the Python of a venv with TRL "
+            "(docs/rl.md says how to make it)."
+        )
+    episodes = options.prompts * options.group_size
+    if episodes % options.batch_size:
+        found.append(
+            f"--batch-size {options.batch_size} does not divide the {episodes} completions of a "
+            f"step (--prompts {options.prompts} x --group-size {options.group_size}): use "
+            f"{options.group_size}."
+        )
+    return found
 
 
 def compare(
