@@ -24,7 +24,7 @@ def test_episodes_leak_nothing_and_end_in_time(tmp_path: Path):
             "tools/benchmark.py",
             "episodes",
             "--episodes",
-            "2000",
+            "1200",
             "--output",
             output,
         ],
@@ -34,7 +34,7 @@ def test_episodes_leak_nothing_and_end_in_time(tmp_path: Path):
         check=True,
     )
     figures = json.loads(output.read_text())["figures"]
-    assert figures["episodes"] == 2000 and figures["sequences_left"] == 0
+    assert figures["episodes"] == 1200 and figures["sequences_left"] == 0
     assert figures["cpu_seconds"] < 60
     resident, blocks = figures["resident_mib"], figures["python_blocks"]
     assert resident["end"] - resident["warm"] < 8  # a hundredth of the process

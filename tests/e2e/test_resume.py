@@ -17,7 +17,7 @@ from tests.upstream import checkpoint_jobs as jobs
 from tests.upstream.checkpoint_jobs import DROPOUT
 
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-LAST = 12
+LAST = 10
 MORE = [*DROPOUT, *OVERLAP, "--train-iters", str(LAST), "--keep-checkpoints", "1"]
 STARTUP_SECONDS = 200
 DEAD_RANK_SECONDS = 60
@@ -79,7 +79,7 @@ def test_killed_at_random_moments(ranks: RankPool, tmp_path: Path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     ranks(2).run(jobs.train, jobs.flags_of(whole, *MORE))
     draw = random.Random(11)
-    for goal, kill in ((3, kill_all), (7, kill_one_rank)):
+    for goal, kill in ((3, kill_all), (6, kill_one_rank)):
         job = start(killed)
         for _ in range(STARTUP_SECONDS * 20):
             if logged(killed) >= goal or wait(job, 0.05):

@@ -23,14 +23,11 @@ OVERLAP = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
 SAME_LAYOUT = {
     "single": (1, "--verify-integrity"),
     "dp2 bf16": (2, "--bf16"),
-    "dp2 overlap": (2, OVERLAP),
     "dp2 overlap bf16": (2, f"{OVERLAP} --bf16"),
     "tp2 pp2 vpp2 sp distributed": (4, f"{TP2_SP} {PP2_VPP2} {DISTRIBUTED}"),
-    "ep2": (2, "--expert-model-parallel-size 2"),
     "ep2 distributed bf16": (2, f"--expert-model-parallel-size 2 {DISTRIBUTED} --bf16"),
 }
 OTHER_LAYOUTS = {
-    "tp2 pp2 vpp2 sp": ((4, f"{TP2_SP} {PP2_VPP2}"), (1, "")),
     "pp2, then tp2": ((2, PP2), (2, TP2_SP)),
     "tp2 pp2 vpp2 sp distributed": (
         (4, f"{TP2_SP} {PP2_VPP2} {DISTRIBUTED}"),

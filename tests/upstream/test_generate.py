@@ -147,28 +147,31 @@ def test_a_megatron_checkpoint_gives_the_same(ranks: RankPool, model: Path, tmp_
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_a_process_by_itself_and_stop_strings(model: Path, tmp_path: Path):
-    """Without torchrun; a stop string ends the text in front of itself."""
+def test_a_process_by_itself_and_stop_strings(ranks: RankPool, model: Path, tmp_path: Path):
+    """Without torchrun as with it; a stop string ends the text in front of itself."""
 
-    def run(name: str, *words: str) -> list[dict]:
+    def run(name: str, *words: str, alone: bool = False) -> list[dict]:
         flags = f"--prompts {tmp_path}/in.jsonl --output {tmp_path}/{name} --hf-model {model}"
         flags += " --tokenizer-type NullTokenizer --rollout-max-new-tokens 20"
-        ran = subprocess.run(
-            [sys.executable, "tools/generate.py", *flags.split(), *words],
-            cwd=ROOT,
-            env=os.environ | ENVIRONMENT,
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert re.search(rf"{name}: 1 completions, \d+ tokens, [\d.]+ tokens/s", ran.stdout)
+        if alone:
+            ran = subprocess.run(
+                [sys.executable, "tools/generate.py", *flags.split(), *words],
+                cwd=ROOT,
+                env=os.environ | ENVIRONMENT,
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert re.search(rf"{name}: 1 completions, \d+ tokens, [\d.]+ tokens/s", ran.stdout)
+        else:
+            ranks(1).run(run_generate_tool, [*flags.split(), *words])
         return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
 
     (tmp_path / "in.jsonl").write_text('{"prompt": "A"}')
     (whole,) = run("whole")
     assert len(whole["token_ids"]) == 20 and whole["stop_reason"] == "length"
     stop = whole["completion"][7:9]
-    (stopped,) = run("stopped", "--stop", stop)
+    (stopped,) = run("stopped", "--stop", stop, alone=True)
     end = whole["completion"].index(stop)
     assert stopped["completion"] == whole["completion"][:end]
     assert stopped["token_ids"] == whole["token_ids"][: end + 2]
