@@ -12,7 +12,7 @@ from tests.ranks import ROOT, RankPool
 from tests.upstream.rl_jobs import metrics_of, run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
-WARM_STEPS, STEPS = 300, 10
+WARM_STEPS, STEPS = 280, 10
 QUIET = "--no-report-html --no-tensorboard-events --progress-interval-seconds 0 "
 SHORT_WARM_START = f"{QUIET}--train-iters {WARM_STEPS}"
 SHORT = f"{QUIET}--train-iters {STEPS} --eval-every 100 --eval-count 192 --save-interval 100"

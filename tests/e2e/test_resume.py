@@ -17,7 +17,7 @@ from tests.upstream import checkpoint_jobs as jobs
 from tests.upstream.checkpoint_jobs import DROPOUT
 
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-LAST = 10
+LAST = 9
 MORE = [*DROPOUT, *OVERLAP, "--train-iters", str(LAST), "--keep-checkpoints", "1"]
 STARTUP_SECONDS = 200
 DEAD_RANK_SECONDS = 60

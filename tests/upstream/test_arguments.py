@@ -10,7 +10,6 @@ import re
 import resource
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -23,6 +22,8 @@ from megatron_ext.report.run_record import json_value
 from megatron_ext.upstream.arguments import CONFIGS, Options, build_parser, parse
 from megatron_ext.upstream.command_line import CommandLine
 from megatron_ext.upstream.cpu import device_mode
+from tests.ranks import RankPool
+from tests.upstream import rl_jobs
 from tests.upstream.cpu_runs import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,24 +185,10 @@ def test_other_ranks_are_quiet(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.e2e
 @pytest.mark.slow
-def test_torchrun_shows_the_message_once():
-    started = time.monotonic()
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "pretrain_rl.py", *SMALL.split(), "--clip-grad", "-1"),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode != 0
-    assert done.stderr.count("--clip-grad -1.0 is negative") == 1
-    assert time.monotonic() - started < 100
+def test_ranks_show_the_message_once(ranks: RankPool):
+    said = ranks(2).run(rl_jobs.refusal, [*SMALL.split(), "--clip-grad", "-1"])
+    assert [text.count("--clip-grad -1.0 is negative") for text in said] == [1, 0]
 
 
 def test_a_process_can_parse_again():

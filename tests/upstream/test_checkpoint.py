@@ -22,7 +22,6 @@ OVERLAP = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
 
 SAME_LAYOUT = {
     "single": (1, "--verify-integrity"),
-    "dp2 bf16": (2, "--bf16"),
     "dp2 overlap bf16": (2, f"{OVERLAP} --bf16"),
     "tp2 pp2 vpp2 sp distributed": (4, f"{TP2_SP} {PP2_VPP2} {DISTRIBUTED}"),
     "ep2 distributed bf16": (2, f"--expert-model-parallel-size 2 {DISTRIBUTED} --bf16"),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext.packing import PackingConfig, Sample
 from megatron_ext.packing.plan import ReplicaLayout, StepPlan, plan_step
@@ -83,9 +80,7 @@ def tiny_training(options: Namespace, *, seq_length: int) -> Iterator[TinyTraini
     ).split()
     quiet_libraries()
     torch.set_num_threads(1)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    with tempfile.TemporaryDirectory() as folder, device_mode():
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    with device_mode():
         parsed = parse(flags)
         layout = open_layout(parsed.megatron)
         model = build_trainable(parsed.megatron, layout)
