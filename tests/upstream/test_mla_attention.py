@@ -83,7 +83,6 @@ LATENTS = {
     ),
 }
 LAYOUTS = {
-    "dp2 tp2 packed": (4, "--tensor-model-parallel-size 2 --packing"),
     "tp2 sp selective packed": (
         2,
         "--tensor-model-parallel-size 2 --sequence-parallel --recompute-activations --packing",
