@@ -96,7 +96,7 @@ def rotary_pairs(rope: Rope, *, head_size: int) -> RotaryPairs:
         first_P=first_P,
         second_P=second_P,
         frequencies_P=frequencies(rope, width=width),
-        scale=yarn_scale(rope) if rope.kind == "yarn" else 1.0,
+        scale=(rope.attention_factor or rope.yarn_scale) if rope.kind == "yarn" else 1.0,
     )
 
 
@@ -140,16 +140,3 @@ def _yarn(powers: Tensor, rope: Rope, *, width: int) -> Tensor:
     ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
-
-
-def yarn_scale(rope: Rope) -> float:
-    """YaRN's factor on cosine and sine (Peng et al. 2023, equation 22; DeepSeek's extension)."""
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
-    if rope.attention_factor:
-        return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return scale(rope.mscale) / scale(rope.mscale_all_dim)
-    return scale(1.0)

@@ -82,24 +82,13 @@ def _yarn_problems(rope: Rope) -> list[str]:
         wrong.append("rope truncate false: yarn's ramp is built with whole dimensions.")
     if rope.mscale_all_dim and not rope.mscale:
         wrong.append("rope mscale_all_dim without mscale: yarn needs both or none.")
-    derived = _yarn_scale(rope)
+    derived = rope.yarn_scale
     if rope.attention_factor and not math.isclose(rope.attention_factor, derived, rel_tol=1e-6):
         wrong.append(
             f"rope attention_factor {rope.attention_factor:g}: built is the one that follows from "
             f"the factor, {derived:g}."
         )
     return wrong
-
-
-def _yarn_scale(rope: Rope) -> float:
-    """Yarn's factor on cosine and sine (Peng et al. 2023, equation 22; DeepSeek's extension)."""
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
-    if rope.mscale and rope.mscale_all_dim:
-        return scale(rope.mscale) / scale(rope.mscale_all_dim)
-    return scale(1.0)
 
 
 def _experts_problems(experts: Experts) -> list[str]:

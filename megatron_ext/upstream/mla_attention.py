@@ -177,8 +177,7 @@ class ConvertedAttention(Attention):
     ) -> dict[str, Any]:
         """Megatron's description, with the norms divided by KV heads."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        own = {n: p for n, p in (("query_norm", self.query_norm), ("key_norm", self.key_norm))}
-        own = {name: value for name, value in own.items() if value is not None}
+        own = {n: p for n, p in self.named_parameters(recurse=False) if n.endswith("_norm")}
         return state | make_sharded_tensors_for_checkpoint(
             own,
             prefix,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from megatron_ext.evaluation.transformers_model import transformers_logprobs
 from megatron_ext.packing.leak import RIGHT, WRONG, packing_errors
-from megatron_ext.packing.plan import plan_step
 from megatron_ext.upstream.checkpoint_tensors import load_weights, on_writer, save_weights
 from megatron_ext.upstream.evaluate import logprobs_of
 from megatron_ext.upstream.microbatches import replica_of
@@ -31,6 +29,7 @@ from megatron_ext.upstream.self_check_setup import (
     Setup,
     dense_logprobs,
     packed_row,
+    plan_of,
     ragged_samples,
     random_tokens,
 )
@@ -160,19 +159,7 @@ def leaks_are_seen(setup: Setup) -> Line:
 
 def normalisation_counts(setup: Setup) -> Line:
     """Tokens Megatron divides by are those of the masks, and the loss is the sum over them."""
-    config = replace(
-        setup.options.packing,
-        loss_normalization="global-token-mean",
-        loss_denominator="counted",
-        overlong="error",
-    )
-    plan = plan_step(
-        ragged_samples(setup) * setup.layout.dp_size,
-        config,
-        replica=replica_of(setup.layout, setup.options),
-        seq_length=setup.length,
-        micro_batch_size=1,
-    )
+    plan = plan_of(setup, ragged_samples(setup) * setup.layout.dp_size)
     sums = torch.zeros(2, dtype=torch.float64)
     for sample in ragged_samples(setup):
         values = logprobs_of(setup.stepper, packed_row(setup, [sample]))

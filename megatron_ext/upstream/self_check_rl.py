@@ -7,19 +7,18 @@ from dataclasses import replace
 import torch
 
 from megatron_ext.packing.batch import Sample
-from megatron_ext.packing.plan import plan_step
 from megatron_ext.rl.config import AlgorithmConfig
 from megatron_ext.rl.objective import PolicyObjective
 from megatron_ext.rl.types import ADVANTAGES, OLD_LOGPROBS, SAMPLER_LOGPROBS
 from megatron_ext.rollout.engine import RolloutEngine
 from megatron_ext.rollout.types import Completion, Request
 from megatron_ext.upstream.evaluate import logprobs_of, token_values
-from megatron_ext.upstream.microbatches import replica_of
 from megatron_ext.upstream.rollout import MegatronDecoder
 from megatron_ext.upstream.self_check_setup import (
     Line,
     Setup,
     packed_row,
+    plan_of,
     ragged_samples,
     random_tokens,
 )
@@ -56,19 +55,7 @@ def sampler_is_trainer(setup: Setup) -> Line:
 def ratios_are_one(setup: Setup) -> Line:
     """The ratio of an update on the policy that computed the old log-probs."""
     samples = [_on_policy(sample) for sample in ragged_samples(setup)] * setup.layout.dp_size
-    config = replace(
-        setup.options.packing,
-        loss_normalization="global-token-mean",
-        loss_denominator="counted",
-        overlong="error",
-    )
-    microbatches = plan_step(
-        samples,
-        config,
-        replica=replica_of(setup.layout, setup.options),
-        seq_length=setup.length,
-        micro_batch_size=1,
-    ).microbatches
+    microbatches = plan_of(setup, samples).microbatches
     old = token_values(setup.stepper, microbatches)
     if old:
         microbatches = [

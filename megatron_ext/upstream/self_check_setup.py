@@ -6,7 +6,7 @@ Legend: B rows, S positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.packing.batch import RowLayout, Sample, build_microbatch
+from megatron_ext.packing.plan import StepPlan, plan_step
 from megatron_ext.packing.types import Microbatch
 from megatron_ext.upstream.arguments import Options
 from megatron_ext.upstream.checkpoint_tensors import on_writer
@@ -114,6 +115,23 @@ def ragged_samples(setup: Setup) -> list[Sample]:
         samples.append(Sample(tokens=ids[:length], mask=(index % 4 != 2) & (index > 0)))
         ids = ids.roll(-length)
     return samples
+
+
+def plan_of(setup: Setup, samples: Sequence[Sample]) -> StepPlan:
+    """This rank's microbatches of a step over the samples, normalised by its trained tokens."""
+    config = replace(
+        setup.options.packing,
+        loss_normalization="global-token-mean",
+        loss_denominator="counted",
+        overlong="error",
+    )
+    return plan_step(
+        samples,
+        config,
+        replica=replica_of(setup.layout, setup.options),
+        seq_length=setup.length,
+        micro_batch_size=1,
+    )
 
 
 def packed_row(setup: Setup, samples: list[Sample]) -> Microbatch:

@@ -21,13 +21,12 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from megatron_ext.packing.plan import plan_step
 from megatron_ext.rl.config import AlgorithmConfig
 from megatron_ext.rl.objective import PolicyObjective
 from megatron_ext.rl.types import ADVANTAGES, SAMPLER_LOGPROBS
 from megatron_ext.upstream.checkpoint_tensors import load_weights, on_writer, save_weights
-from megatron_ext.upstream.microbatches import replica_of, to_device
-from megatron_ext.upstream.self_check_setup import Line, Setup, ragged_samples
+from megatron_ext.upstream.microbatches import to_device
+from megatron_ext.upstream.self_check_setup import Line, Setup, plan_of, ragged_samples
 from megatron_ext.upstream.update import update
 
 NAME = "one update = one process's"
@@ -92,24 +91,12 @@ def write_update(setup: Setup, *, folder: Path) -> None:
 
 def take_step(setup: Setup) -> None:
     """One update of GRPO+ down the gradient, the same whatever the layout.  Collective."""
-    config = replace(
-        setup.options.packing,
-        loss_normalization="global-token-mean",
-        loss_denominator="counted",
-        overlong="error",
-    )
     samples = []
     for index, sample in enumerate(ragged_samples(setup)):
         ones = torch.ones(len(sample.tokens))
         extras = {ADVANTAGES: (-0.5 if index % 2 else 1.0) * ones, SAMPLER_LOGPROBS: 0 * ones}
         samples.append(replace(sample, extras=extras))
-    microbatches = plan_step(
-        samples,
-        config,
-        replica=replica_of(setup.layout, setup.options),
-        seq_length=setup.length,
-        micro_batch_size=1,
-    ).microbatches
+    microbatches = plan_of(setup, samples).microbatches
     model = setup.stepper.model
     objective = PolicyObjective(config=AlgorithmConfig(algorithm="grpo-plus"), updates_per_batch=1)
     with _no_auxiliary_loss(setup):

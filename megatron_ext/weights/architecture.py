@@ -6,6 +6,7 @@ arguments and the checks are derived from it.  Sizes are of the whole model, nev
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,6 +37,18 @@ class Rope:
     """Share of each head that is rotated."""
     is_interleaved: bool = False
     """Whether neighbours form a rotated pair, as in multi-latent attention; else halves do."""
+
+    @property
+    def yarn_scale(self) -> float:
+        """Yarn's factor on cosine and sine where none is given outright (Peng et al. 2023,
+        equation 22; DeepSeek's extension)."""
+
+        def scale(weight: float) -> float:
+            return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return scale(self.mscale) / scale(self.mscale_all_dim)
+        return scale(1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
