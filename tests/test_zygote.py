@@ -72,6 +72,7 @@ def test_a_module_that_cannot_be_imported_is_a_suspect(spare_pool):
         spare_pool(1).run(int, "x")
 
 
+@pytest.mark.slow
 def test_a_dead_zygote_is_replaced(spare_pool):
     zygote = spare_pool.start()
     zygote.process.kill()

@@ -188,6 +188,7 @@ def test_an_error_of_the_generator_is_raised_and_leaves_nothing():
     assert not generator.sequences
 
 
+@pytest.mark.slow
 def test_ten_thousand_episodes_leak_nothing():
     """Their memory is that of the episodes that the caller keeps: none here."""
     rng = random.Random(0)

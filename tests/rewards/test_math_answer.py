@@ -108,6 +108,7 @@ def test_works_from_many_threads(verify):
     assert verdicts == [1.0] * 12
 
 
+@pytest.mark.slow
 def test_a_lost_worker_costs_its_answer_only_and_no_process_is_left():
     with MathVerifier(RewardConfig(math_workers=1)) as verify:
         assert verify(r"\boxed{\frac{1}{2}}", answer="0.5").reward == 1

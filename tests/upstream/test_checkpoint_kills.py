@@ -45,6 +45,7 @@ def is_killed_writing(root: Path, step: int, *, at: int) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.slow
 def test_killed_at_every_file_operation_of_a_save(tmp_path: Path):
     """CASES G5: keep one checkpoint; killed while saving the next: the old one, or it, loads."""
     write(tmp_path, 1)

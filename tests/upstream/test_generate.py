@@ -20,6 +20,7 @@ from tests.weights.tiny_models import MODELS, build
 from tools import convert_checkpoint, generate
 
 
+@pytest.mark.slow
 def test_the_file_is_the_same_on_every_layout(ranks: RankPool, tmp_path: Path):
     model = build(MODELS["llama"])
     model.save_pretrained(tmp_path / "model")

@@ -94,7 +94,9 @@ def first_line(models: list[Path], reference: Path, scratch: Path) -> list[Line]
     return lines
 
 
-@pytest.mark.parametrize("change", [change_rope_base, change_one_weight])
+@pytest.mark.parametrize(
+    "change", [change_rope_base, pytest.param(change_one_weight, marks=pytest.mark.slow)]
+)
 def test_changed_checkpoint_fails(
     ranks: RankPool, folder: Path, tmp_path: Path, change: Callable[[Path], None]
 ):
