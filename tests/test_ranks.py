@@ -162,6 +162,7 @@ def test_a_rank_that_left_a_collective_out_is_named(ranks):
     assert "=== rank 1: returned" in str(failure.value)
 
 
+@pytest.mark.slow
 def test_large_arguments_and_results_pass(ranks):
     big = torch.arange(50 * 2**20 // 8)
     for result in ranks(2).run(negated, big):

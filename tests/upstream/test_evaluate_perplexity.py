@@ -49,6 +49,7 @@ def compare(folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_the_paired_difference_is_printed(ranks: RankPool, folder: Path):
     ((before, now, refused),) = ranks(1).run(compare, folder)
     scores = {name: read_scores(folder / f"{name}.npz") for name in ("before", "now")}

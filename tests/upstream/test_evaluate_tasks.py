@@ -123,6 +123,7 @@ def refusals(model: Path) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_said(ranks: RankPool, model: Path):
     (said,) = ranks(1).run(refusals, model)
     for text, problem in zip(said, REFUSALS.values(), strict=True):

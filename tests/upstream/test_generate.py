@@ -120,6 +120,7 @@ def refusals(model: Path, folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sampled_is_said_before_anything_runs(
     ranks: RankPool, model: Path, tmp_path: Path
 ):

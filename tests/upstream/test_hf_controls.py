@@ -56,6 +56,7 @@ def refusal(folder: Path, flags: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_values_that_are_no_numbers_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path):
     """Only the second stage reads the damaged layer."""
     save(MODELS["llama"], tmp_path)

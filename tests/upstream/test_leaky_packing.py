@@ -98,6 +98,7 @@ def train_then_leak(flags: list[str]) -> tuple[list[float], dict[str, float]]:
     [(1, LEARNED), pytest.param(2, [*ROPE, *SP], marks=pytest.mark.slow)],
     ids=["learned positions", "rotary positions, tp2 sp"],
 )
+@pytest.mark.slow
 def test_leaky_packing_is_caught(ranks: RankPool, size: int, flags: list[str]) -> None:
     for losses, errors in ranks(size).run(train_then_leak, flags):
         print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")

@@ -154,6 +154,7 @@ def test_drawn_lengths_and_masks(ranks: RankPool) -> None:
     assert ranks(2).run(compare_drawn_steps, TINY_LLAMA, num_examples=12) == [12, 12]
 
 
+@pytest.mark.slow
 def test_bf16_is_near(ranks: RankPool, reference: Path) -> None:
     """A smoke test: bf16 rounds at 4e-3, and errors of several layers add up."""
     cases = [Case(), Case(packing=packed(64)), Case(mode="turn-mean", packing=packed(64))]

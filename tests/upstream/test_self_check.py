@@ -141,6 +141,7 @@ def broken_lines(model: Path, scratch: Path) -> list[Line]:
         return lines
 
 
+@pytest.mark.slow
 def test_broken_round_trip_and_mask_fail(ranks: RankPool, folder: Path, tmp_path: Path):
     ((round_trip, mask),) = ranks(1).run(broken_lines, folder, tmp_path)
     assert not round_trip.passed and round_trip.number.startswith("1 of")
