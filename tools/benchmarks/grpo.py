@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=1, help="steps of each kind and side")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--max-tokens-per-microbatch", type=int, default=1024, help="of ours")
+    parser.add_argument("--max-tokens-per-microbatch", type=int, default=2048, help="of ours")
     parser.add_argument("--batch-size", type=int, default=8, help="of TRL's microbatches")
 
 
