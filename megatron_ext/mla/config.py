@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_ext.mla.selection import NormScore
+from megatron_ext.weights.architecture import MlaLayout
 
-MlaLayout = Literal["paper", "deepseek"]
 RopeStrategy = Literal["high", "low", "uniform", "2-norm", "residual"]
 LowRankMethod = Literal["paper-joint", "paper-split", "whitened", "transmla", "best"]
 KvBalance = Literal["none", "energy", "channel-rms"]

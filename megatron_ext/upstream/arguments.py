@@ -46,7 +46,7 @@ from megatron_ext.rl.loop_config import LoopConfig
 from megatron_ext.rl.presets import preset_defaults
 from megatron_ext.rollout.config import RolloutConfig
 from megatron_ext.upstream.command_line import CommandLine
-from megatron_ext.upstream.config import CheckpointConfig
+from megatron_ext.upstream.config import CheckpointConfig, LatentConfig
 from megatron_ext.upstream.hf_flags import checkpoint_values
 from megatron_ext.upstream.machine import Machine, machine_defaults, this_machine
 from megatron_ext.upstream.validation import problems
@@ -66,6 +66,7 @@ CONFIGS = {
     "packing": PackingConfig,
     "logprobs": LogProbsConfig,
     "parallel": ParallelConfig,
+    "latent": LatentConfig,
     "checkpoint": CheckpointConfig,
     "report": ReportConfig,
 }
@@ -98,6 +99,7 @@ class Options:
     packing: PackingConfig
     logprobs: LogProbsConfig
     parallel: ParallelConfig
+    latent: LatentConfig
     checkpoint: CheckpointConfig
     report: ReportConfig
 

@@ -24,6 +24,8 @@ _UNSEEN = {
     "num_query_groups": "--num-query-groups",
     "vocab_size": "--vocab-size",
     "position_embedding_type": "--position-embedding-type",
+    "latent_layout": "--latent-layout",
+    "latent_pairs": "--latent-pairs",
     "rotary_base": "--rotary-base",
     "rotary_percent": "--rotary-percent",
     "rotary_interleaved": "--rotary-interleaved",

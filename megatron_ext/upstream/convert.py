@@ -158,7 +158,12 @@ def to_hf(
     if problems:
         raise CheckpointError(f"{folder} with the config.json of {like or 'its flags'}", problems)
     tensors = {
-        name: TensorInfo(shape=shape, dtype=_wanted(parameter, dtype) or reader.info(place)[1])  # type: ignore[index]  # `_find` has seen it
+        name: TensorInfo(
+            shape=shape,
+            dtype=torch.float32
+            if parameter.is_bits
+            else _wanted(parameter, dtype) or reader.info(place)[1],  # type: ignore[index]  # `_find` has seen it
+        )
         for parameter, place in found
         for name, shape in parameter.operator.tensors().items()
     }
@@ -279,6 +284,8 @@ def _dtype_of(
     parameter: Parameter, tensors: Mapping[str, TensorInfo], *, wanted: torch.dtype | None
 ) -> torch.dtype:
     """The type of a parameter: the wanted one, else the widest of its tensors."""
+    if parameter.is_bits:
+        return torch.int32
     kinds = [tensors[name].dtype for name in parameter.operator.tensors()]
     widest = max((k for k in kinds if isinstance(k, torch.dtype)), key=lambda k: k.itemsize)
     return _wanted(parameter, wanted) or widest

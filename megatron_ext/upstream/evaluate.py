@@ -77,14 +77,16 @@ def parse_for_evaluation(words: Sequence[str], *, seq_length: int) -> Options:
     return parse([*words, *extra])
 
 
-def open_stepper(options: Options) -> Stepper:
+def open_stepper(options: Options, *, layout: Layout | None = None) -> Stepper:
     """The model of --load or --hf-model, ready for forwards only.  Collective.
+
+    layout: of the options, if this process has joined the job already.
 
     Raises:
         ValueError: there is no such checkpoint, or it does not fit the flags.
     """
     args = options.megatron
-    layout = open_layout(args)
+    layout = layout or open_layout(args)
     chunks = build_chunks(args, layout, wrap=False)
     model: Any = FrozenModel(chunks=chunks, config=get_model_config(chunks[0]))
     fill_model(options, layout, chunks=chunks)

@@ -60,6 +60,13 @@ def megatron_arguments(
             "num_query_groups": architecture.num_groups,
             **_rope_values(architecture.rope),
         }
+    if architecture.converted:
+        values |= {
+            "latent_layout": architecture.converted.layout,
+            "latent_pairs": architecture.converted.num_pairs,
+            "latent_rank": architecture.converted.rank,
+            "latent_query_rank": architecture.converted.query_rank,
+        }
     return values | (_experts_values(architecture.experts) if architecture.experts else {})
 
 

@@ -100,7 +100,7 @@ def _collect(
     for held in shards:
         if not tensors:
             tensors = {
-                name: torch.empty(shape, dtype=held.dtype)
+                name: torch.empty(shape, dtype=torch.float32 if parameter.is_bits else held.dtype)
                 for name, shape in parameter.operator.tensors().items()
             }
         if held.rank == 0:

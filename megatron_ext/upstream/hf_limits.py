@@ -20,7 +20,7 @@ def limits(architecture: Architecture, *, max_length: int | None = None) -> list
     return [
         *_decoder_problems(architecture),
         *_window_problems(architecture, max_length),
-        *_rope_problems(architecture.rope, is_latent=architecture.latent is not None),
+        *_position_problems(architecture),
         *(_experts_problems(architecture.experts) if architecture.experts else ()),
     ]
 
@@ -37,7 +37,7 @@ def _decoder_problems(architecture: Architecture) -> list[str]:
                 f"rms_norm_eps {architecture.norm_epsilon:g}: the latents are normalised with "
                 f"{LATENT_NORM_EPSILON:g}, and Megatron has one epsilon for all norms."
             )
-    elif architecture.output_bias != architecture.mlp_bias:
+    elif architecture.output_bias != architecture.mlp_bias and not architecture.converted:
         wrong.append(
             f"attention_bias {str(architecture.output_bias).lower()} with mlp_bias "
             f"{str(architecture.mlp_bias).lower()}: the attention's output and the MLP have "
@@ -55,6 +55,13 @@ def _window_problems(architecture: Architecture, max_length: int | None) -> list
         f"sliding_window {window}: sliding windows are not built, and sequences of {length} "
         f"positions need one. Use --seq-length {window} or less, where no window takes effect."
     ]
+
+
+def _position_problems(architecture: Architecture) -> list[str]:
+    """Of RoPE as Megatron has it; converted attention brings its frequencies with its weights."""
+    if architecture.converted:
+        return []
+    return _rope_problems(architecture.rope, is_latent=architecture.latent is not None)
 
 
 def _rope_problems(rope: Rope, *, is_latent: bool) -> list[str]:

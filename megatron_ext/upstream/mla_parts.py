@@ -5,6 +5,7 @@ Legend: as in `mla_attention`.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,8 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.mla.config import MlaLayout
 from megatron_ext.mla.layers import LatentLayer
+from megatron_ext.weights.architecture import Converted, MlaLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,32 @@ class LatentShape:
             has_output_bias=layer.output_bias_D is not None,
             has_norms=layer.norms is not None,
             softmax_scale=layer.softmax_scale,
+        )
+
+    @classmethod
+    def of_arguments(cls, args: Namespace) -> LatentShape | None:
+        """Of the model that parsed arguments describe; None = its attention is not converted.
+
+        Biases and norms of the original attention have their place in the converted one.
+        """
+        if args.latent_layout == "none":
+            return None
+        converted = Converted(
+            layout=args.latent_layout,
+            num_pairs=args.latent_pairs,
+            rank=args.latent_rank,
+            query_rank=args.latent_query_rank,
+        )
+        return cls(
+            layout=converted.layout,
+            num_pairs=converted.num_pairs,
+            rank=converted.rank,
+            query_rank=converted.query_rank,
+            has_query_bias=args.add_qkv_bias,
+            has_key_rotary_bias=args.add_qkv_bias,
+            has_output_bias=args.add_qkv_bias or args.add_bias_linear,
+            has_norms=args.qk_layernorm,
+            softmax_scale=converted.softmax_scale(args.kv_channels),
         )
 
     @property

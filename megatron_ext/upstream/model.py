@@ -66,6 +66,7 @@ def model_config(
     Lengths may differ between microbatches (``variable_seq_lengths``); a pipeline then exchanges
     the shape before each tensor.
     """
+    latent = latent or LatentShape.of_arguments(args)
     transformer = core_transformer_config_from_args(args)
     transformer.variable_seq_lengths = transformer.pipeline_model_parallel_size > 1
     config = gpt_config_from_args(args, config=transformer)
@@ -88,7 +89,7 @@ def build_chunks(
 ) -> list[MegatronModule]:
     """This rank's model chunks; ``wrap=False`` leaves out data parallelism (for inference).
 
-    latent: sizes of attention converted by `megatron_ext.mla`; None = Megatron's.
+    latent: sizes of attention converted by `megatron_ext.mla`; None = as the arguments say.
     """
     config = model_config(args, pre_wrap_hooks=pre_wrap_hooks, latent=latent)
     builder = config.get_builder_cls()(config)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ext.upstream.command_line import GivenFlag
+from megatron_ext.upstream.config import LatentConfig
 from megatron_ext.upstream.machine import Machine
 from megatron_ext.upstream.validation_layout import layout_problems, sizes_below_one
 from megatron_ext.upstream.validation_rl import reinforcement_problems
@@ -42,6 +43,8 @@ def problems(
             tokenizer_model=args.tokenizer_model, eval_interval=args.eval_interval
         )
     found += reinforcement_problems(args, configs)
+    if "latent" in configs and not no_sizes:
+        found += _latent_problems(args, configs["latent"])
     if "checkpoint" in configs:
         found += configs["checkpoint"].problems()
     if "packing" in configs and not no_sizes:
@@ -59,6 +62,39 @@ def _required(args: Namespace) -> list[str]:
     if args.tokenizer_type is not None and args.vocab_size is None:
         missing.append("--vocab-size")
     return [f"missing {', '.join(missing)}: no default would fit."] if missing else []
+
+
+def _latent_problems(args: Namespace, config: LatentConfig) -> list[str]:
+    """Of converted attention."""
+    heads = args.num_attention_heads
+    if heads is None or args.hidden_size is None:
+        return []
+    found = config.problems(
+        head_size=args.kv_channels or args.hidden_size // heads,
+        num_groups=args.num_query_groups if args.group_query_attention else heads,
+        tp_size=args.tensor_model_parallel_size,
+    )
+    if config.latent_layout == "none":
+        return found
+    what = f"--latent-layout {config.latent_layout}"
+    if args.transformer_impl != "local":
+        found.append(
+            f"{what} with --transformer-impl {args.transformer_impl}: converted attention is built "
+            "from the local layers. Use --transformer-impl local."
+        )
+    if args.context_parallel_size > 1:
+        found.append(
+            f"{what} with --context-parallel-size {args.context_parallel_size}: converted "
+            "attention sees whole sequences. Use 1."
+        )
+    if args.multi_latent_attention:
+        found.append(f"{what} and --multi-latent-attention: an attention is one or the other.")
+    if args.algorithm != "sft":
+        found.append(
+            f"{what} with --algorithm {args.algorithm}: the rollout engine does not decode "
+            "converted attention yet. Use --algorithm sft."
+        )
+    return found
 
 
 def _scatter_gather_problems(args: Namespace) -> list[str]:

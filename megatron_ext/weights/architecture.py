@@ -97,6 +97,40 @@ class Latent:
     value_size: int
 
 
+MlaLayout = Literal["paper", "deepseek"]
+"""Rotary keys of converted attention: each KV head keeps its own, or all share one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """Latent attention that `megatron_ext.mla` has made of the family's own."""
+
+    layout: MlaLayout
+    num_pairs: int
+    """Rotary pairs of each rotary key."""
+    rank: int
+    """Of the latent of keys and values."""
+    query_rank: int = 0
+    """Of a latent of queries; 0 = none."""
+
+    @property
+    def rotary_width(self) -> int:
+        """Widths of a rotary key."""
+        return 2 * self.num_pairs
+
+    def plain_width(self, head_size: int) -> int:
+        """Of a head's key; a shared rotary key leaves the heads' own keys whole."""
+        return head_size - self.rotary_width if self.layout == "paper" else head_size
+
+    def num_rotary_keys(self, num_groups: int) -> int:
+        """One for each KV head, or one for all."""
+        return num_groups if self.layout == "paper" else 1
+
+    def softmax_scale(self, head_size: int) -> float:
+        """Factor on the logits: one over the root of a query's widths."""
+        return (self.rotary_width + self.plain_width(head_size)) ** -0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """All that decides which tensors a model has and what it computes with them."""
@@ -127,6 +161,8 @@ class Architecture:
     attention_dropout: float = 0.0
     experts: Experts | None = None
     latent: Latent | None = None
+    converted: Converted | None = None
+    """What the family's attention was converted to; its traits above stay those of the original."""
 
     @property
     def untied(self) -> bool:
@@ -158,6 +194,16 @@ class Architecture:
         """Whether multi-latent attention projects its queries directly."""
         return self.latent is not None and self.latent.query_rank == 0
 
+    @property
+    def converted_query_latent(self) -> bool:
+        """Whether converted attention makes its queries from a latent."""
+        return self.converted is not None and self.converted.query_rank > 0
+
+    @property
+    def converted_output_bias(self) -> bool:
+        """Whether converted attention has a bias of the output: a bias of values becomes one."""
+        return self.qkv_bias or self.output_bias
+
     def shape(self, *names: str) -> Shape:
         """Sizes by name: a field, or one of the derived sizes below."""
         sizes = self._derived_sizes()
@@ -180,5 +226,21 @@ class Architecture:
                 "query_size": self.num_heads * head,
                 "kv_up_size": self.num_heads * (self.latent.plain_size + self.latent.value_size),
                 "attention_size": self.num_heads * self.latent.value_size,
+            }
+        if self.converted:
+            found, groups = self.converted, self.num_groups
+            key_width = found.rotary_width + found.plain_width(self.head_size)
+            num_keys = found.num_rotary_keys(groups)
+            sizes |= {
+                "key_width": key_width,
+                "num_rotary_keys": num_keys,
+                "num_pairs": found.num_pairs,
+                "rotary_size": num_keys * found.rotary_width,
+                "query_rank": found.query_rank,
+                "query_input": found.query_rank or self.hidden_size,
+                "query_size": self.num_heads * key_width,
+                "kv_rank": found.rank,
+                "kv_down_size": found.rank + num_keys * found.rotary_width,
+                "kv_up_size": groups * (found.plain_width(self.head_size) + self.head_size),
             }
         return sizes

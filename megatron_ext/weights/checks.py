@@ -93,7 +93,7 @@ def tensor_problems(
     if len(missing) < MAX_MISSING:
         problems += _extra_problems(sorted(extra), architecture)
     problems += listed(typed, "types that are not plain numbers. Dequantise the checkpoint first")
-    other = _other_family(tensors, architecture)
+    other = None if architecture.converted else _other_family(tensors, architecture)
     if problems and other:
         problems.append(
             f"the tensor names are those of a {other}, but config.json says "

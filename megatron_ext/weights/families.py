@@ -7,15 +7,17 @@ the tests.  Not covered: multi-token prediction, vision towers, sliding windows,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_ext.weights import config_json
 from megatron_ext.weights.architecture import Architecture
+from megatron_ext.weights.converted_json import BASE, CONVERTED, read_converted
 from megatron_ext.weights.fields import Fields
 from megatron_ext.weights.layers import (
     ATTENTION,
     CHOICE_BIAS,
+    CONVERTED_ATTENTION,
     DENSE_MLP,
     EMBEDDING,
     EXPERTS,
@@ -100,6 +102,10 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             them are listed.
     """
     model_type = config.get("model_type")
+    is_converted = model_type == CONVERTED
+    if is_converted:
+        model_type = config.get(BASE)
+        config = {**config, "model_type": model_type}
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"config.json: model_type {model_type!r} is not supported. Use a checkpoint of one of "
@@ -107,6 +113,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         )
     fields = Fields(config)
     architecture = FAMILIES[model_type].read(fields)
+    if is_converted:
+        architecture = replace(architecture, converted=read_converted(fields, architecture))
     if fields.problems:
         raise ValueError("\n  ".join([f"config.json ({model_type}):", *fields.problems]))
     return architecture
@@ -118,4 +126,7 @@ def parameters(architecture: Architecture, *, padded_vocab_size: int = 0) -> Ite
     padded_vocab_size: rows of Megatron's embedding and output layer; 0 = no padding.
     """
     rows = FAMILIES[architecture.family].rows
+    if architecture.converted is not None:
+        original = {*ATTENTION, *QK_NORMS}
+        rows = (*(row for row in rows if row not in original), *CONVERTED_ATTENTION)
     return parameters_of(rows, architecture, padded_vocab_size=padded_vocab_size)

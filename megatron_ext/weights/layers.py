@@ -112,6 +112,58 @@ LATENT_ATTENTION = (
     *PROJECTION,
 )
 
+CONVERTED_ATTENTION = (
+    attention(
+        "linear_q_down.weight",
+        replicated(HF_ATTENTION + "q_a_proj.weight", "query_rank", "hidden_size"),
+        only="converted_query_latent",
+    ),
+    attention(
+        "linear_q.weight", split_rows(HF_ATTENTION + "q_proj.weight", "query_size", "query_input")
+    ),
+    attention(
+        "linear_q.bias", split_rows(HF_ATTENTION + "q_proj.bias", "query_size"), only="qkv_bias"
+    ),
+    attention(
+        "linear_kv_down.weight",
+        replicated(HF_ATTENTION + "kv_a_proj.weight", "kv_down_size", "hidden_size"),
+    ),
+    attention(
+        "key_rotary_bias", replicated(HF_ATTENTION + "k_rope.bias", "rotary_size"), only="qkv_bias"
+    ),
+    attention(
+        "linear_kv_up.weight",
+        split_rows(HF_ATTENTION + "kv_b_proj.weight", "kv_up_size", "kv_rank"),
+    ),
+    attention(
+        "query_norm",
+        split_rows(HF_ATTENTION + "q_norm.weight", "num_groups", "key_width"),
+        only="qk_norm",
+    ),
+    attention(
+        "key_norm",
+        split_rows(HF_ATTENTION + "k_norm.weight", "num_groups", "key_width"),
+        only="qk_norm",
+    ),
+    attention(
+        "frequency_bits",
+        replicated(HF_ATTENTION + "rope_frequencies", "num_rotary_keys", "num_pairs"),
+        is_float32=True,
+        is_bits=True,
+    ),
+    *PROJECTION,
+    attention(
+        "linear_proj.bias",
+        replicated(HF_ATTENTION + "o_proj.bias", "hidden_size"),
+        only="converted_output_bias",
+    ),
+)
+"""Attention that `megatron_ext.mla` has converted, in the place of `ATTENTION` and `QK_NORMS`.
+
+Rows of queries and keys: by head the rotary widths, real parts before imaginary ones, then the
+plain ones.
+"""
+
 
 def gated_mlp(
     megatron: str,

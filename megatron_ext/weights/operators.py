@@ -3,6 +3,8 @@
 A tensor-parallel shard of a parameter is a stack of rectangles of checkpoint tensors: the operator
 lists them (`blocks`).  `fill` plays the list forward, reading one rectangle at a time; `scatter`
 plays it in reverse.  So one list per operator is all there is to get right, for any shard count.
+Models of 16 bits round all their floating-point values, so what must not be rounded is a parameter
+of int32 that has the bits of a float32 tensor.
 Invariant the tests check: the shards' blocks cover each tensor exactly once (replicated ones, once
 a shard), and scatter after fill restores every tensor bit for bit.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
@@ -190,6 +193,8 @@ def fill(target: Tensor, operator: Operator, *, shard: Shard, read: Read) -> Non
     row = 0
     for block in operator.blocks(shard):
         part = read(block)
+        if target.dtype == torch.int32:
+            part = part.float().contiguous().view(torch.int32)
         target[row : row + len(part)].copy_(part)
         row += len(part)
     target[row:].zero_()
@@ -200,6 +205,8 @@ def scatter(
 ) -> None:
     """The inverse of `fill`: write one shard into the checkpoint tensors."""
     row = 0
+    if local.dtype == torch.int32:
+        local = local.contiguous().view(torch.float32)
     for block in operator.blocks(shard):
         target = tensors[block.name][block.index]
         target.copy_(local[row : row + len(target)])

@@ -21,7 +21,7 @@ from megatron_ext.weights.table import Parameter
 def checkpoint_tensors(parameter: Parameter, values: Tensor) -> dict[str, Tensor]:
     """The checkpoint tensors of one whole parameter; the vocabulary's padding is left out."""
     tensors = {
-        name: torch.empty(shape, dtype=values.dtype)
+        name: torch.empty(shape, dtype=torch.float32 if parameter.is_bits else values.dtype)
         for name, shape in parameter.operator.tensors().items()
     }
     scatter(values, parameter.operator, shard=WHOLE, tensors=tensors)

@@ -106,6 +106,8 @@ class Row:
     """Whether another row holds the same tensor: loaded, never exported."""
     is_float32: bool = False
     """Whether it stays in float32 in models and files of any type."""
+    is_bits: bool = False
+    """Whether the parameter is int32 with the bits of the tensor's float32."""
 
     def exists_in(self, architecture: Architecture, *, layer: int | None) -> bool:
         """Whether a model has this row (in a layer)."""
@@ -124,6 +126,7 @@ class Parameter:
     operator: Operator
     is_copy: bool = False
     is_float32: bool = False
+    is_bits: bool = False
 
     @property
     def is_expert(self) -> bool:
@@ -165,4 +168,5 @@ def _applied(
                 operator=row.make(place),
                 is_copy=row.is_copy,
                 is_float32=row.is_float32,
+                is_bits=row.is_bits,
             )

@@ -24,6 +24,7 @@ from megatron_ext.upstream.mla_weights import load_layer
 from megatron_ext.upstream.model import bare, build_chunks, build_trainable
 from megatron_ext.upstream.step import build_stepper
 from megatron_ext.weights.architecture import Architecture
+from megatron_ext.weights.checks import open_checkpoint
 from tests.upstream.hf_jobs import Job
 from tests.upstream.hf_jobs import parse as parse_checkpoint
 from tests.upstream.jobs import fixed_batch, forward_backward, save_gradients
@@ -115,3 +116,12 @@ def step_gradients(
         loss = forward_backward(options, stepper, fixed_batch())
         save_gradients(model, layout, out)
         return loss, [module.frequencies().clone() for module in attentions(model.chunks)]
+
+
+def shapes_of(folders: Mapping[str, Path]) -> dict[str, LatentShape | None]:
+    """What the arguments of converted checkpoints say of their attention."""
+    with device_mode():
+        return {
+            name: LatentShape.of_arguments(parse_checkpoint([], open_checkpoint(folder), {}))
+            for name, folder in folders.items()
+        }
