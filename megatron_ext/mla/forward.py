@@ -64,6 +64,16 @@ def head_logits(layer: AttentionLayer, found: Heads) -> Iterator[Tensor]:
         yield causal_logits(turned_TW, key_TW, scale=layer.softmax_scale)
 
 
+def attention_output(layer: AttentionLayer, x_TD: Tensor) -> Tensor:
+    """Output [T, D] of the original layer, biases included."""
+    found = heads(layer, x_TD)
+    out_TD = torch.zeros_like(x_TD)
+    for head, logits_TT in enumerate(head_logits(layer, found)):
+        value_TV = found.value_GTV[head // layer.heads_per_group]
+        out_TD += logits_TT.softmax(-1) @ value_TV @ layer.output_DHV[:, head].T
+    return out_TD if layer.output_bias_D is None else out_TD + layer.output_bias_D
+
+
 @dataclass(frozen=True, kw_only=True)
 class LatentHeads:
     """What a latent layer makes of a sequence; rotary widths are turned."""
@@ -77,28 +87,18 @@ class LatentHeads:
 
 def latent_heads(layer: LatentLayer, x_TD: Tensor) -> LatentHeads:
     """Queries, keys and values from normalised hidden states, keys and values not absorbed."""
-    queried_TE = x_TD if layer.query_down_ED is None else x_TD @ layer.query_down_ED.T
-    query_rotary_HTC = project(queried_TE, layer.query_rotary_HCE, layer.query_rotary_bias_HC)
-    query_plain_HTN = project(queried_TE, layer.query_plain_HNE, layer.query_plain_bias_HN)
+    query_rotary_HTC, query_plain_HTN = latent_queries(layer, x_TD)
     key_rotary_BTC = project(x_TD, layer.key_rotary_BCD, layer.key_rotary_bias_BC)
     latent_TR = x_TD @ layer.down_RD.T
     key_plain_GTN = project(latent_TR, layer.key_up_GNR)
     if layer.norms is not None:
         norms, width = layer.norms, layer.key_rotary_BCD.shape[1]
-        heads_per_group = len(query_plain_HTN) // len(key_plain_GTN)
-        weight_GW = torch.cat((norms.query_rotary_GC, norms.query_plain_GN), dim=1)
-        query_HTW = torch.cat((query_rotary_HTC, query_plain_HTN), dim=-1)
-        query_HTW = normalised(query_HTW, epsilon=norms.epsilon)
-        query_HTW = query_HTW * weight_GW.repeat_interleave(heads_per_group, 0)[:, None]
-        query_rotary_HTC, query_plain_HTN = query_HTW.tensor_split([width], dim=-1)
         weight_GW = torch.cat((norms.key_rotary_GC, norms.key_plain_GN), dim=1)
         key_GTW = torch.cat((key_rotary_BTC, key_plain_GTN), dim=-1)
         key_GTW = normalised(key_GTW, epsilon=norms.epsilon) * weight_GW[:, None]
         key_rotary_BTC, key_plain_GTN = key_GTW.tensor_split([width], dim=-1)
-    heads_per_key = len(query_rotary_HTC) // len(key_rotary_BTC)
-    frequencies_HK = layer.frequencies_BK.repeat_interleave(heads_per_key, 0)
     return LatentHeads(
-        query_rotary_HTC=turn_halves(query_rotary_HTC, frequencies_HK),
+        query_rotary_HTC=query_rotary_HTC,
         query_plain_HTN=query_plain_HTN,
         key_rotary_BTC=turn_halves(key_rotary_BTC, layer.frequencies_BK),
         key_plain_GTN=key_plain_GTN,
@@ -106,9 +106,27 @@ def latent_heads(layer: LatentLayer, x_TD: Tensor) -> LatentHeads:
     )
 
 
-def turn_halves(x_BTC: Tensor, frequencies_BK: Tensor) -> Tensor:
-    """RoPE of widths in halves at positions 0 to T - 1, each of B with its own frequencies."""
-    positions_T = torch.arange(x_BTC.shape[1], dtype=x_BTC.dtype)
+def latent_queries(layer: LatentLayer, x_TD: Tensor, *, start: int = 0) -> tuple[Tensor, Tensor]:
+    """Rotary [H, T, C], turned, and plain [H, T, N] queries of tokens from position `start` on."""
+    queried_TE = x_TD if layer.query_down_ED is None else x_TD @ layer.query_down_ED.T
+    rotary_HTC = project(queried_TE, layer.query_rotary_HCE, layer.query_rotary_bias_HC)
+    plain_HTN = project(queried_TE, layer.query_plain_HNE, layer.query_plain_bias_HN)
+    if layer.norms is not None:
+        norms, width = layer.norms, rotary_HTC.shape[-1]
+        heads_per_group = len(plain_HTN) // len(layer.key_up_GNR)
+        weight_GW = torch.cat((norms.query_rotary_GC, norms.query_plain_GN), dim=1)
+        query_HTW = torch.cat((rotary_HTC, plain_HTN), dim=-1)
+        query_HTW = normalised(query_HTW, epsilon=norms.epsilon)
+        query_HTW = query_HTW * weight_GW.repeat_interleave(heads_per_group, 0)[:, None]
+        rotary_HTC, plain_HTN = query_HTW.tensor_split([width], dim=-1)
+    heads_per_key = len(rotary_HTC) // len(layer.frequencies_BK)
+    frequencies_HK = layer.frequencies_BK.repeat_interleave(heads_per_key, 0)
+    return turn_halves(rotary_HTC, frequencies_HK, start=start), plain_HTN
+
+
+def turn_halves(x_BTC: Tensor, frequencies_BK: Tensor, *, start: int = 0) -> Tensor:
+    """RoPE of widths in halves at positions from `start` on, each of B with its own frequencies."""
+    positions_T = torch.arange(start, start + x_BTC.shape[1], dtype=x_BTC.dtype)
     angles_BTK = positions_T[:, None] * frequencies_BK.to(x_BTC.dtype)[:, None]
     real, imaginary = x_BTC.chunk(2, dim=-1)
     cos, sin = angles_BTK.cos(), angles_BTK.sin()
