@@ -106,6 +106,13 @@ class MLAConfig:
     refit_ridge: float = 0.3
     """Pull of fitted queries towards where they start, in units of the mean curvature."""
 
+    sequential_compensation: bool = False
+    """Convert layers in order, each fitted to the inputs that the converted ones before it leave on
+    kept sequences. Off: each as it is, for its original inputs."""
+
+    compensation_ridge: float = 1e-2
+    """Pull of such layers towards the original weights, in units of the inputs' mean moment."""
+
     moment_ridge: float = 1e-3
     """Share of the mean second moment of activations that is added to all directions."""
 
@@ -139,7 +146,7 @@ class MLAConfig:
     @property
     def needs_inputs(self) -> bool:
         """Whether it looks at kept sequences."""
-        return self.query_refit_steps > 0 or self.output_refit
+        return self.query_refit_steps > 0 or self.output_refit or self.sequential_compensation
 
     @property
     def is_compensated(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mla.forward import (
+    attention_output,
     causal_logits,
     head_logits,
     heads,
@@ -168,12 +169,7 @@ def conjugate_gradients(
 
 def original_output(layer: AttentionLayer, x_TD: Tensor) -> Tensor:
     """Output [T, D] of original attention without what biases of values and output add."""
-    found = heads(replace(layer, value_bias_GV=None), x_TD)
-    out_TD = torch.zeros_like(x_TD)
-    for head, logits_TT in enumerate(head_logits(layer, found)):
-        value_TV = found.value_GTV[head // layer.heads_per_group]
-        out_TD += logits_TT.softmax(-1) @ value_TV @ layer.output_DHV[:, head].T
-    return out_TD
+    return attention_output(replace(layer, value_bias_GV=None, output_bias_D=None), x_TD)
 
 
 def latent_outputs(layer: LatentLayer, x_TD: Tensor) -> Tensor:
@@ -181,14 +177,24 @@ def latent_outputs(layer: LatentLayer, x_TD: Tensor) -> Tensor:
     return torch.cat(list(latent_head_outputs(layer, latent_heads(layer, x_TD))), dim=-1)
 
 
-def refit_output(layer: AttentionLayer, converted: LatentLayer, *, inputs_STD: Tensor) -> Tensor:
+def refit_output(
+    layer: AttentionLayer,
+    converted: LatentLayer,
+    *,
+    inputs_STD: Tensor,
+    wanted_STD: Tensor | None = None,
+) -> Tensor:
     """Output projection [D, H, V] that makes the original output of the converted heads.
+
+    wanted_STD: outputs without biases; None = those of the original layer for the same inputs.
 
     How strong the pull towards the present one is, is decided by the error on the half of the
     tokens that was not fitted; where no fit helps there, it stays.
     """
     start_DO = converted.output_DHV.flatten(1).double()
-    halves = [_Half.of(rows) for rows in _halves(layer, converted, inputs_STD)]
+    if wanted_STD is None:
+        wanted_STD = torch.stack([original_output(layer, x_TD) for x_TD in inputs_STD])
+    halves = [_Half.of(rows) for rows in _halves(converted, inputs_STD, wanted_STD)]
     losses = {0.0: sum(half.loss(start_DO) for half in halves)}
     for ridge in RIDGES:
         fits = [half.fitted(start_DO, ridge=ridge) for half in halves]
@@ -231,12 +237,12 @@ class _Half:
 
 
 def _halves(
-    layer: AttentionLayer, converted: LatentLayer, inputs_STD: Tensor
+    converted: LatentLayer, inputs_STD: Tensor, wanted_STD: Tensor
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """(o, y) of every other sequence, or of the halves of a single one; float64."""
     rows = [
-        (latent_outputs(converted, x_TD).double(), original_output(layer, x_TD).double())
-        for x_TD in inputs_STD
+        (latent_outputs(converted, x_TD).double(), wanted_TD.double())
+        for x_TD, wanted_TD in zip(inputs_STD, wanted_STD, strict=True)
     ]
     if len(rows) > 1:
         return [rows[0::2], rows[1::2]]
