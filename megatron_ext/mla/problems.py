@@ -17,6 +17,10 @@ from megatron_ext.mla.sizes import (
 )
 from megatron_ext.weights.architecture import Architecture
 
+SMALLEST_PUBLISHED = 0.125
+"""Share of the original cache that the smallest conversions with published scores keep: table 1 of
+MHA2MLA (arXiv 2502.14837), after training."""
+
 
 def conversion_problems(
     config: MLAConfig,
@@ -44,6 +48,26 @@ def conversion_notices(
     config: MLAConfig, architecture: Architecture, *, tp_size: int = 1
 ) -> list[str]:
     """What a user should know of a conversion that is possible."""
+    return [
+        *_small_notices(config, architecture),
+        *_rank_notices(config, architecture, tp_size=tp_size),
+    ]
+
+
+def _small_notices(config: MLAConfig, architecture: Architecture) -> list[str]:
+    before, after = original_cache(architecture).total, converted_cache(config, architecture).total
+    if after / before >= SMALLEST_PUBLISHED:
+        return []
+    return [
+        f"the cache is {after} of {before} numbers per token and layer, {after / before:.1%}: a "
+        f"latent of {latent_rank(config, architecture)} for the keys and values of "
+        f"{architecture.num_groups} KV heads of {architecture.head_size}, below the "
+        f"{SMALLEST_PUBLISHED:.1%} of the smallest published conversion. Use a larger --kv-rank "
+        "(with few KV heads more --kv-dims-per-head) unless much training follows."
+    ]
+
+
+def _rank_notices(config: MLAConfig, architecture: Architecture, *, tp_size: int) -> list[str]:
     before = original_cache(architecture).on_rank(tp_size=tp_size)
     after = converted_cache(config, architecture).on_rank(tp_size=tp_size)
     if after < before:
@@ -59,7 +83,8 @@ def _value_problems(config: MLAConfig) -> list[str]:
     wrong = []
     positive = (
         "kv_rank kv_dims_per_head cache_ratio q_rank rope_fold query_refit_steps refit_ridge "
-        "moment_ridge metric_ridge calibration_kept calibration_queries rope_uniform_start"
+        "moment_ridge metric_ridge compensation_ridge calibration_kept calibration_queries "
+        "rope_uniform_start"
     )
     for name in positive.split():
         if not getattr(config, name) >= 0:
