@@ -22,6 +22,7 @@ BENCHMARKS = {
     "episodes": "many episodes of the built-in tasks: time and memory",
     "grpo": "a GRPO step against TRL's GRPOTrainer",
     "logprobs": "chunked log-probabilities against full logits",
+    "mha2mla": "perplexity of converted checkpoints without training",
     "microbatches": "token budgets against fixed micro-batches",
     "packing": "packed rows against padded ones",
     "rollout": "decoding against transformers",

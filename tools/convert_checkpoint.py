@@ -1,10 +1,13 @@
-"""Convert checkpoints: Hugging Face or GGUF to Megatron's torch_dist, and back.
+"""Convert checkpoints: Hugging Face or GGUF to Megatron's torch_dist, and back, and to MLA.
 
     python tools/convert_checkpoint.py Llama-2-7b-hf megatron/llama
     python tools/convert_checkpoint.py megatron/llama Llama-2-7b-again
+    python tools/convert_checkpoint.py Llama-2-7b-hf Llama-2-7b-mla --to mla --layout deepseek \\
+        --cache-ratio 0.25 --calibration-data text.txt
 
 The kind of the input decides the direction; runs take the output by --load megatron/llama.
-One tensor is held at a time.
+One tensor is held at a time, and one layer on the way to latent attention (docs/mha2mla.md;
+--to mla --help lists its options).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from megatron_ext.upstream import mla_command
 from megatron_ext.upstream.convert import Conversion, is_hf, to_hf, to_megatron
 from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.cuda_on_cpu import resident_peak_bytes
@@ -33,8 +37,13 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main(argv: Sequence[str] | None = None) -> None:
     """Convert one checkpoint."""
     started = time.perf_counter()
+    words = sys.argv[1:] if argv is None else list(argv)
+    if mla_command.is_to_mla(words):
+        with device_mode():
+            mla_command.main(words, say=print)
+        return
     parser = build_parser()
-    options = parser.parse_args(argv)
+    options = parser.parse_args(words)
     try:
         with device_mode():
             conversion = plan(options)
@@ -61,6 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
         "that --load takes, or one iteration's)",
     )
     parser.add_argument("output", type=Path, help="folder to create")
+    parser.add_argument(
+        "--to",
+        choices=("megatron", "hf", "mla"),
+        help="what the output is (default: megatron for a Hugging Face or GGUF input, else hf); "
+        "mla has options of its own: --to mla --help",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="list names, shapes and bytes; write nothing"
     )
@@ -109,6 +124,12 @@ def plan(options: argparse.Namespace) -> Conversion:
     dtype = DTYPES.get(options.dtype)
     if not options.input.exists():
         raise ValueError(f"{options.input} does not exist. Check the path.")
+    kind = "megatron" if is_hf(options.input) else "hf"
+    if options.to not in (None, kind):
+        raise ValueError(
+            f"--to {options.to}: {options.input} becomes {kind}, because it is "
+            f"{'in' if kind == 'megatron' else 'not in'} Hugging Face's format. Leave --to out."
+        )
     if is_hf(options.input):
         return to_megatron(
             options.input,

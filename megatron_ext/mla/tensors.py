@@ -1,7 +1,7 @@
 """A converted layer as tensors of a checkpoint, named as in `CONVERTED_ATTENTION`.
 
-Invariant the tests check: Megatron's model filled with them has the weights of `mla_weights`, and
-the layer comes back from them.
+Invariant the tests check: a model of Megatron's that is filled with them has the logits of the
+original, where the conversion is exact.
 
 Legend: as in `layers`.
 """

@@ -15,7 +15,6 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.mla.layers import LatentLayer
 from megatron_ext.weights.architecture import Converted, MlaLayout
 
 
@@ -37,21 +36,6 @@ class LatentShape:
     """Queries and keys are normalised before RoPE (layout `paper` only)."""
     softmax_scale: float = 0.0
     """Factor on the logits; 0 = one over the root of the original width of a head."""
-
-    @classmethod
-    def of(cls, layer: LatentLayer, *, layout: MlaLayout) -> LatentShape:
-        """Of a converted layer."""
-        return cls(
-            layout=layout,
-            num_pairs=layer.num_pairs,
-            rank=layer.rank,
-            query_rank=0 if layer.query_down_ED is None else len(layer.query_down_ED),
-            has_query_bias=layer.query_plain_bias_HN is not None,
-            has_key_rotary_bias=layer.key_rotary_bias_BC is not None,
-            has_output_bias=layer.output_bias_D is not None,
-            has_norms=layer.norms is not None,
-            softmax_scale=layer.softmax_scale,
-        )
 
     @classmethod
     def of_arguments(cls, args: Namespace) -> LatentShape | None:

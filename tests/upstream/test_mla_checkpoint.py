@@ -12,14 +12,26 @@ from megatron_ext.mla.checkpoint import CheckpointConversion, begin, convert_lay
 from megatron_ext.mla.presets import preset
 from megatron_ext.upstream.mla_parts import LatentShape
 from megatron_ext.weights.checks import open_checkpoint
+from tests.mla.test_checkpoint import calibrated
 from tests.ranks import RankPool
 from tests.upstream.hf_jobs import visit
 from tests.upstream.mla_jobs import shapes_of
 from tests.upstream.test_convert import loaded_logits, there_and_back
-from tests.weights.tiny_models import MODELS, save, tokens
+from tests.weights.tiny_models import MODELS, Tiny, save, tokens
 
 pytestmark = pytest.mark.slow
-PAIRS = {"llama tied biased": 4, "qwen2 yarn": 4, "qwen3": 6, "mixtral": 6}
+MODELS_WITH_PAIRS = {
+    "llama": 6,
+    "llama tied biased": 4,
+    "llama 3.2": 12,
+    "qwen2 yarn": 4,
+    "qwen3": 6,
+    "mixtral": 6,
+    "mqa": 6,
+}
+"""All of a head."""
+MQA = Tiny(family="llama", config={"head_dim": 12, "num_key_value_heads": 1})
+"""One KV head: with a slot for every pair, layout `deepseek` is exact too."""
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 
@@ -28,26 +40,32 @@ PP2 = "--pipeline-model-parallel-size 2"
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tensor]]:
     """Full-rank conversions with all pairs, and the logits of the originals in transformers."""
     root = tmp_path_factory.mktemp("mla")
-    found = {}
-    for name, pairs in PAIRS.items():
-        logits = save(MODELS[name], root / name)
-        source = open_checkpoint(root / name)
-        shape = source.architecture
-        rank = min(shape.hidden_size, shape.num_groups * (2 * shape.head_size - 2 * pairs))
-        config = preset(
-            "paper-joint",
-            rope_strategy="high",
-            rope_pairs=pairs,
-            rope_compensation=False,
-            kv_rank=rank,
-        )
-        target = root / f"{name} mla"
-        # Without the checks, which refuse a conversion that saves nothing.
-        job = CheckpointConversion(source=source, target=target, config=config, statistics=None)
-        convert_layers(begin(job), range(shape.num_layers), done=lambda _: None)
-        assemble(job, progress=lambda _: None)
-        found[name] = target, logits
-    return found
+    return {
+        name: (root / f"{name} mla", converted(name, root, pairs=pairs))
+        for name, pairs in MODELS_WITH_PAIRS.items()
+    }
+
+
+def converted(name: str, root: Path, *, pairs: int) -> Tensor:
+    """Convert a tiny model; the logits of the original."""
+    logits = save(MODELS.get(name, MQA), root / name)
+    source = open_checkpoint(root / name)
+    shape, statistics = source.architecture, None
+    kept, options = 2 * pairs, {"rope_strategy": "high"}
+    if name == "mqa":
+        kept, options = 0, {"mla_layout": "deepseek", "rope_stride": 1}
+        statistics = calibrated(root / name, root / "statistics.safetensors")
+    rank = min(shape.hidden_size, shape.num_groups * (2 * shape.head_size - kept))
+    config = preset(
+        "paper-joint", rope_pairs=pairs, kv_rank=rank, rope_compensation=False, **options
+    )
+    # Without the checks, which refuse a conversion that saves nothing.
+    job = CheckpointConversion(
+        source=source, target=root / f"{name} mla", config=config, statistics=statistics
+    )
+    convert_layers(begin(job), range(shape.num_layers), done=lambda _: None)
+    assemble(job, progress=lambda _: None)
+    return logits
 
 
 def is_close(logits: Tensor, expected: Tensor) -> bool:
@@ -62,6 +80,8 @@ def test_logits_are_those_of_the_original_and_the_export_is_the_file(
 ):
     """E1 and E11: nothing but the folder, in another process; bit for bit on the way out."""
     folders = {name: folder for name, (folder, _) in models.items()}
+    if "tensor" in flags:
+        del folders["mqa"]  # which its one KV head refuses
     for rank, found in enumerate(ranks(2).run(visit, folders, flags, tokens())):
         for name, (logits, is_same) in found.items():
             assert logits is None or is_close(logits, models[name][1]), name
@@ -71,15 +91,16 @@ def test_logits_are_those_of_the_original_and_the_export_is_the_file(
 def test_through_torch_dist_and_back_is_the_same(
     ranks: RankPool, models: dict[str, tuple[Path, Tensor]], tmp_path: Path
 ):
-    folders = [folder for folder, _ in models.values()]
+    names = ["llama tied biased", "qwen3", "mixtral"]
+    folders = [models[name][0] for name in names]
     ranks(1).run(there_and_back, folders, tmp_path)
     for folder in folders:
         back = tmp_path / "hf" / folder.name
         for name in ("model.safetensors", "config.json"):
             assert (folder / name).read_bytes() == (back / name).read_bytes(), folder.name
     for found in ranks(2).run(loaded_logits, folders, tmp_path, TP2, tokens()):
-        for logits, (name, (_, expected)) in zip(found, models.items(), strict=True):
-            assert is_close(logits, expected), name
+        for logits, name in zip(found, names, strict=True):
+            assert is_close(logits, models[name][1]), name
 
 
 def test_the_arguments_describe_the_layers(ranks: RankPool, models: dict[str, tuple[Path, Tensor]]):
@@ -89,8 +110,8 @@ def test_the_arguments_describe_the_layers(ranks: RankPool, models: dict[str, tu
     for name, shape in found.items():
         architecture = open_checkpoint(folders[name]).architecture
         assert architecture.converted is not None
-        assert isinstance(shape, LatentShape) and shape.num_pairs == PAIRS[name]
+        assert isinstance(shape, LatentShape) and shape.num_pairs == MODELS_WITH_PAIRS[name]
         assert shape.has_norms == architecture.qk_norm
         assert shape.has_query_bias == architecture.qkv_bias
-        width = architecture.head_size
+        width = architecture.head_size + (2 * shape.num_pairs if name == "mqa" else 0)
         assert shape.softmax_scale == pytest.approx(width**-0.5)
