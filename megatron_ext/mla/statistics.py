@@ -140,7 +140,7 @@ def sequence_statistics(
         gram_HPFF=torch.stack(grams).double() * (len(x_TD) / len(rows_I)),
         attention_H2=torch.stack(attention).double(),
         metric_HWW=torch.stack(metrics).double(),
-        inputs_STD=x_TD[None] if keep else x_TD[None][:0],
+        inputs_STD=x_TD[None] if keep else x_TD.new_empty((0, *x_TD.shape)),
     )
 
 
