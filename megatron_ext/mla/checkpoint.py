@@ -12,20 +12,23 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from megatron_ext.mla.budget import best_division
 from megatron_ext.mla.config import FOUND, MLAConfig
 from megatron_ext.mla.convert import convert_layer
+from megatron_ext.mla.decoder import DenseDecoder
 from megatron_ext.mla.layer_summary import LayerSummary, summary_in, summary_of
-from megatron_ext.mla.layers import AttentionLayer
+from megatron_ext.mla.layers import AttentionLayer, LatentLayer
 from megatron_ext.mla.problems import conversion_problems
+from megatron_ext.mla.sequential import convert_sequentially
 from megatron_ext.mla.sizes import latent_rank
 from megatron_ext.mla.statistics import LayerStatistics
 from megatron_ext.mla.statistics_file import StatisticsFile
@@ -71,7 +74,8 @@ class CheckpointConversion:
         """
         wrong = conversion_problems(config, source.architecture)
         layers = source.architecture.num_layers
-        if config.needs_statistics and statistics is None:
+        is_fitted_in_order = config.sequential_compensation
+        if config.needs_statistics and statistics is None and not is_fitted_in_order:
             wrong.append(
                 "the conversion looks at activations: give --calibration-data, "
                 "--calibration-statistics, or --low-rank-method paper-joint with a --rope-strategy "
@@ -225,11 +229,42 @@ def convert_layers(
         path = conversion.layer_file(layer)
         summary = summary_in(path)
         if summary is None:
-            summary = _convert(conversion, layer, path)
+            summary = _convert(conversion, layer)
         done(summary)
 
 
-def _convert(conversion: CheckpointConversion, layer: int, path: Path) -> LayerSummary:
+def convert_layers_in_order(
+    conversion: CheckpointConversion,
+    sequences: Sequence[Tensor],
+    *,
+    done: Callable[[LayerSummary], object],
+) -> None:
+    """Convert all layers by `sequential`, each fitted to what those before it leave.
+
+    In one process; what an interrupted conversion has done is done again.
+
+    sequences: token ids to calibrate and fit on, all equally long.
+    """
+    config, source = conversion.config, conversion.source
+    decoder = DenseDecoder(source)
+    numbers = range(source.architecture.num_layers)
+    results = convert_sequentially(
+        (read_layer(source, number) for number in numbers),
+        decoder.embedded(torch.stack(list(sequences))),
+        inputs=decoder.inputs,
+        advance=decoder.advance,
+        config=config,
+        rank=latent_rank(config, source.architecture),
+    )
+    started = time.perf_counter()
+    for layer, (converted, report) in enumerate(results):
+        summary = summary_of(layer, report, seconds=time.perf_counter() - started)
+        _save(conversion, converted, summary)
+        done(summary)
+        started = time.perf_counter()
+
+
+def _convert(conversion: CheckpointConversion, layer: int) -> LayerSummary:
     started = time.perf_counter()
     config, source = conversion.config, conversion.source
     converted, report = convert_layer(
@@ -239,15 +274,19 @@ def _convert(conversion: CheckpointConversion, layer: int, path: Path) -> LayerS
         statistics=conversion.statistics_of(layer),
     )
     summary = summary_of(layer, report, seconds=time.perf_counter() - started)
-    announced, prefix = conversion.announced(), attention_prefix(layer)
+    _save(conversion, converted, summary)
+    return summary
+
+
+def _save(conversion: CheckpointConversion, layer: LatentLayer, summary: LayerSummary) -> None:
+    announced, prefix = conversion.announced(), attention_prefix(summary.layer)
     tensors = {}
-    for name, values in layer_tensors(converted).items():
+    for name, values in layer_tensors(layer).items():
         kind = announced[prefix + name].dtype
         assert isinstance(kind, torch.dtype), f"{name}: checked when opened"
         tensors[prefix + name] = values.to(kind)
-    with whole_file(path) as partial:
+    with whole_file(conversion.layer_file(summary.layer)) as partial:
         save_file(tensors, partial, metadata={"summary": json.dumps(asdict(summary))})
-    return summary
 
 
 def all_summaries(conversion: CheckpointConversion) -> list[LayerSummary]:

@@ -41,6 +41,7 @@ def conversion_problems(
         *_rotary_problems(config, architecture),
         *_size_problems(config, architecture),
         *_norm_problems(config, architecture),
+        *_sequential_problems(config, architecture),
     ]
 
 
@@ -217,6 +218,29 @@ def _rank_problems(config: MLAConfig, architecture: Architecture, *, name: str) 
             f"token and layer, and the original has {before}: nothing is saved. Use less of both."
         ]
     return []
+
+
+def _sequential_problems(config: MLAConfig, architecture: Architecture) -> list[str]:
+    """Of layers that are fitted to what converted ones leave."""
+    if not config.sequential_compensation:
+        return []
+    flag, wrong = "--sequential-compensation", []
+    if architecture.experts is not None:
+        wrong.append(
+            f"{flag} with the experts of a {architecture.family}: it runs the layers behind "
+            "converted ones itself, and only dense ones. Leave it out."
+        )
+    if not config.calibration_data:
+        wrong.append(
+            f"{flag} without --calibration-data: statistics of the original model are not enough. "
+            "Give the text."
+        )
+    if FOUND in (config.rope_pairs, config.rope_stride if config.mla_layout == "deepseek" else 0):
+        wrong.append(
+            f"{flag} with rotary pairs that are to be found: convert without it first, and give "
+            "the --rope-pairs and --rope-stride of that report."
+        )
+    return wrong
 
 
 def _norm_problems(config: MLAConfig, architecture: Architecture) -> list[str]:

