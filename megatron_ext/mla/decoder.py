@@ -47,6 +47,12 @@ class DenseDecoder:
             parts.append(F.linear(F.silu(F.linear(x_TD, *gate)) * F.linear(x_TD, *up), *down))
         return hidden_STD + torch.stack(parts)
 
+    def logits(self, hidden_STD: Tensor) -> Tensor:
+        """[S, T, V] behind the last layer."""
+        is_tied = self._source.architecture.tied
+        output = self._tensor("model.embed_tokens.weight" if is_tied else "lm_head.weight")
+        return F.linear(self._norm("model.norm.weight", hidden_STD), output)
+
     def _norm(self, name: str, hidden_STD: Tensor) -> Tensor:
         return normalised(hidden_STD, epsilon=self._epsilon) * self._tensor(name)
 

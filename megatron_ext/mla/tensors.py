@@ -8,11 +8,13 @@ Legend: as in `layers`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from megatron_ext.mla.config import MLAConfig
-from megatron_ext.mla.layers import LatentLayer
+from megatron_ext.mla.layers import LatentLayer, LatentNorms
 from megatron_ext.mla.sizes import latent_rank
 from megatron_ext.weights.architecture import Architecture, Converted
 
@@ -57,3 +59,54 @@ def _heads(rotary: Tensor | None, plain: Tensor | None) -> Tensor | None:
     if rotary is None or plain is None:
         return None
     return torch.cat((rotary, plain), dim=1).flatten(0, 1)
+
+
+def latent_layer_of(tensors: Mapping[str, Tensor], architecture: Architecture) -> LatentLayer:
+    """The inverse of `layer_tensors`, in the tensors' type.
+
+    architecture: of the converted checkpoint.
+    """
+    converted, groups = architecture.converted, architecture.num_groups
+    assert converted is not None, "of a converted checkpoint"
+    heads, width = architecture.num_heads, architecture.head_size
+    rotary, plain = converted.rotary_width, converted.plain_width(width)
+    num_keys = converted.num_rotary_keys(groups)
+    down_RD, key_XD = tensors["kv_a_proj.weight"].split([converted.rank, num_keys * rotary])
+    up_GXR = tensors["kv_b_proj.weight"].unflatten(0, (groups, -1))
+
+    def parts(name: str, count: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        if name not in tensors:
+            return None, None
+        first, second = tensors[name].reshape(count, rotary + plain, -1).split([rotary, plain], 1)
+        return (first, second) if name == "q_proj.weight" else (first[..., 0], second[..., 0])
+
+    query_rotary, query_plain = parts("q_proj.weight", heads)
+    assert query_rotary is not None and query_plain is not None, "every layer has queries"
+    query_bias, norms = parts("q_proj.bias", heads), None
+    query_norm, key_norm = parts("q_norm.weight", groups), parts("k_norm.weight", groups)
+    if query_norm[0] is not None and key_norm[0] is not None:
+        norms = LatentNorms(
+            query_rotary_GC=query_norm[0],
+            query_plain_GN=query_norm[1],
+            key_rotary_GC=key_norm[0],
+            key_plain_GN=key_norm[1],
+            epsilon=architecture.norm_epsilon,
+        )
+    key_bias = tensors.get("k_rope.bias")
+    return LatentLayer(
+        query_rotary_HCE=query_rotary,
+        query_plain_HNE=query_plain,
+        query_down_ED=tensors.get("q_a_proj.weight"),
+        key_rotary_BCD=key_XD.unflatten(0, (num_keys, rotary)),
+        frequencies_BK=tensors["rope_frequencies"].float(),
+        down_RD=down_RD,
+        key_up_GNR=up_GXR[:, :plain],
+        value_up_GVR=up_GXR[:, plain:],
+        output_DHV=tensors["o_proj.weight"].unflatten(1, (heads, width)),
+        query_rotary_bias_HC=query_bias[0],
+        query_plain_bias_HN=query_bias[1],
+        key_rotary_bias_BC=None if key_bias is None else key_bias.unflatten(0, (num_keys, rotary)),
+        output_bias_D=tensors.get("o_proj.bias"),
+        norms=norms,
+        softmax_scale=converted.softmax_scale(width),
+    )

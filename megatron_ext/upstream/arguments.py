@@ -145,9 +145,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     given = parser.given(words)
     _take_from_preset(args, given)
+    of_checkpoint = _take_from_checkpoint(args, given)
     configs, wrong = _configs(args)
-    wrong += _take_from_checkpoint(args, given)
-    wrong += unknown + problems(args, configs, given=given, machine=this_machine())
+    wrong += of_checkpoint + unknown + problems(args, configs, given=given, machine=this_machine())
     if not wrong:
         _fill_in(args)
         wrong += _megatron_problems(args, parser)

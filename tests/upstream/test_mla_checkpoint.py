@@ -5,18 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from megatron_ext.mla.assembly import assemble
-from megatron_ext.mla.checkpoint import CheckpointConversion, begin, convert_layers
+from megatron_ext.mla.checkpoint import (
+    CheckpointConversion,
+    attention_prefix,
+    begin,
+    convert_layers,
+)
 from megatron_ext.mla.presets import preset
+from megatron_ext.mla.tensors import layer_tensors
+from megatron_ext.mla.written_out import read_latent_layer, written_out_logprobs
+from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.mla_parts import LatentShape
+from megatron_ext.upstream.self_check import Line, against_transformers
 from megatron_ext.weights.checks import open_checkpoint
+from megatron_ext.weights.operators import Block
 from tests.mla.test_checkpoint import calibrated
 from tests.ranks import RankPool
 from tests.upstream.hf_jobs import visit
 from tests.upstream.mla_jobs import shapes_of
 from tests.upstream.test_convert import loaded_logits, there_and_back
+from tests.upstream.test_self_check import opened
 from tests.weights.tiny_models import MODELS, Tiny, save, tokens
 
 pytestmark = pytest.mark.slow
@@ -34,6 +46,7 @@ MQA = Tiny(family="llama", config={"head_dim": 12, "num_key_value_heads": 1})
 """One KV head: with a slot for every pair, layout `deepseek` is exact too."""
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +87,7 @@ def is_close(logits: Tensor, expected: Tensor) -> bool:
     return error < 1e-5 * max(1.0, float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("flags", [TP2, PP2])
+@pytest.mark.parametrize("flags", [TP2, PP2, EP2])
 def test_logits_are_those_of_the_original_and_the_export_is_the_file(
     ranks: RankPool, models: dict[str, tuple[Path, Tensor]], flags: str
 ):
@@ -82,6 +95,8 @@ def test_logits_are_those_of_the_original_and_the_export_is_the_file(
     folders = {name: folder for name, (folder, _) in models.items()}
     if "tensor" in flags:
         del folders["mqa"]  # which its one KV head refuses
+    if "expert" in flags:
+        folders = {"mixtral": folders["mixtral"]}
     for rank, found in enumerate(ranks(2).run(visit, folders, flags, tokens())):
         for name, (logits, is_same) in found.items():
             assert logits is None or is_close(logits, models[name][1]), name
@@ -115,3 +130,47 @@ def test_the_arguments_describe_the_layers(ranks: RankPool, models: dict[str, tu
         assert shape.has_query_bias == architecture.qkv_bias
         width = architecture.head_size + (2 * shape.num_pairs if name == "mqa" else 0)
         assert shape.softmax_scale == pytest.approx(width**-0.5)
+
+
+@pytest.mark.parametrize("name", ["llama tied biased", "qwen3", "mqa"])
+def test_a_layer_comes_back_from_its_tensors(models: dict[str, tuple[Path, Tensor]], name: str):
+    source = open_checkpoint(models[name][0])
+    prefix = attention_prefix(1)
+    found = layer_tensors(read_latent_layer(source, 1))
+    kept = {n.removeprefix(prefix) for n in source.source.tensors if n.startswith(prefix)}
+    assert found.keys() == kept
+    for part, values in found.items():
+        info = source.source.tensors[prefix + part]
+        block = Block(name=prefix + part, rows=slice(0, info.shape[0]))
+        assert torch.equal(values, source.source.read(block)), part
+
+
+@pytest.mark.parametrize("name", ["llama tied biased", "qwen3", "mqa"])
+def test_absorbed_decoding_has_the_originals_logprobs(
+    models: dict[str, tuple[Path, Tensor]], name: str
+):
+    """E6 of whole models: prefill, then token by token, against transformers' original."""
+    folder, logits = models[name]
+    expected = logits[:, :-1].log_softmax(-1).gather(-1, tokens()[:, 1:, None])[..., 0]
+    found = written_out_logprobs(folder, tokens())
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+def first_lines(folder: Path, scratch: Path, flags: str) -> list[Line]:
+    """The self-check's comparison, for the checkpoint and for one with a changed frequency."""
+    with device_mode():
+        setup = opened(folder, reference=folder, scratch=scratch, flags=flags)
+        sound = against_transformers(setup)
+        for chunk in setup.stepper.model.bare_chunks:
+            for layer in chunk.decoder.layers:
+                layer.self_attention.frequency_bits.add_(2**20)
+        return [sound, against_transformers(setup)]
+
+
+def test_the_self_check_compares_with_absorbed_decoding(
+    ranks: RankPool, models: dict[str, tuple[Path, Tensor]], tmp_path: Path
+):
+    folder = models["qwen3"][0]
+    for sound, changed in ranks(2).run(first_lines, folder, tmp_path, TP2, timeout=110):
+        assert sound.name == "log-probs equal absorbed decoding's"
+        assert sound.passed and not changed.passed, (sound, changed)
