@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_ext.mla.problems import conversion_notices, conversion_problems
 from megatron_ext.mla.sizes import converted_cache, original_cache
 from megatron_ext.upstream.command_line import HelpFormatter, JobParser
 from megatron_ext.upstream.convert import is_hf
+from megatron_ext.upstream.cuda_on_cpu import resident_peak_bytes
 from megatron_ext.upstream.layout import close_layout
 from megatron_ext.upstream.mla_convert import MlaJob, convert_to_mla
 from megatron_ext.weights.checks import open_checkpoint
@@ -68,6 +70,7 @@ def build_parser() -> JobParser:
     parser.add_argument(
         "--dry-run", action="store_true", help="say what fits and what it would save; write nothing"
     )
+    parser.add_argument("--peak", action="store_true", help="print time and peak memory at the end")
     ArgumentGroupFactory(MLAConfig).build_group(parser, title="latent attention")
     parser.add_argument(
         "--layout",
@@ -94,6 +97,7 @@ def main(words: Sequence[str], *, say: Callable[[str], object]) -> None:
 
     say: told of what is done, line by line, on the first rank.
     """
+    started = time.perf_counter()
     options, config, rest = parse_command(words)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     job = MlaJob(
@@ -116,6 +120,9 @@ def main(words: Sequence[str], *, say: Callable[[str], object]) -> None:
         if options.megatron_output and int(os.environ.get("RANK", "0")) == 0:
             _to_megatron(options.output, options.megatron_output)
         close_layout()
+        if options.peak:
+            seconds, peak = time.perf_counter() - started, resident_peak_bytes() / 2**30
+            say(f"{seconds:.1f} s, peak memory {peak:.2f} GiB")
     except (OSError, ValueError) as error:
         build_parser().error(str(error))
 
