@@ -47,9 +47,10 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_named_flags_exist() -> None:
-    from megatron_ext.upstream.arguments import build_parser
+    from megatron_ext.upstream import arguments, mla_command
 
-    known = set(build_parser()._option_string_actions)
+    parsers = arguments.build_parser(), mla_command.build_parser()
+    known = {flag for parser in parsers for flag in parser._option_string_actions}
     scripts = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tools/**/*.py"))
     for document in DOCUMENTS:
         for flag in named_flags((ROOT / document).read_text(encoding="utf-8")):
