@@ -75,7 +75,7 @@ def run_from_torch_dist(inputs: Path, target: Path) -> None:
 @pytest.mark.slow
 def test_the_same_on_two_ranks_and_from_torch_dist(ranks: RankPool, inputs: Path, tmp_path: Path):
     """E13 through the tool: products and perplexity, not factors, are compared."""
-    names = {"one": 1, "tp2": 2, "dp2": 2}
+    names = {"one": 1, "tp2": 2}
     for name, size in names.items():
         words = TP2 if name == "tp2" else ()
         found = ranks(size).run(run, job(inputs, tmp_path / name, words=words))
