@@ -223,23 +223,32 @@ def _at_context(bench: Bench, context: int) -> dict[str, object]:
             found[name], seconds[name] = bench.converted(sized, statistics, texts, name=key)
             tqdm.write(f"{key}: {seconds[name]:.0f} s")
         for text in texts:
-            figures |= _rows(found, text.name, where=f"{text.name} {context} at {ratio:.2%}")
+            figures |= _rows(found, text, where=f"{text.name} {context} at {ratio:.2%}")
         figures[f"conversion seconds {context} at {ratio:.2%}"] = seconds
     return figures
 
 
 def _rows(
-    found: Mapping[str, Mapping[str, TokenScores]], text: str, *, where: str
+    found: Mapping[str, Mapping[str, TokenScores]], text: _Text, *, where: str
 ) -> dict[str, object]:
-    """Perplexities, and the paired differences to the original in nats with their errors."""
-    original = found["original"][text]
+    """Perplexities, of the last half of each window too, and paired differences to the original."""
+    scores = {name: texts[text.name] for name, texts in found.items()}
     figures: dict[str, object] = {
-        f"perplexity {where}": {n: math.exp(mean_nll(s[text]).value) for n, s in found.items()}
+        f"perplexity {where}": {n: math.exp(mean_nll(s).value) for n, s in scores.items()},
+        f"last half {where}": {n: _late(s, text) for n, s in scores.items()},
     }
-    for name, scores in found.items():
+    differences = {}
+    for name, of_method in scores.items():
         if name != "original":
-            difference = paired_difference(scores[text], original)
-            figures[f"  {name} - original, nats"] = (
-                f"{difference.value:.4f} +- {difference.standard_error:.4f}"
-            )
-    return figures
+            difference = paired_difference(of_method, scores["original"])
+            differences[name] = f"{difference.value:.4f} +- {difference.standard_error:.4f}"
+    shown = "   ".join(f"{name} {value}" for name, value in differences.items())
+    return figures | {f"nats above original {where}": shown}
+
+
+def _late(scores: TokenScores, text: _Text) -> float:
+    """Perplexity of tokens with half a window or more before them."""
+    first = torch.tensor([w.start for w in text.windows])[scores.window]
+    length = max(w.end - w.start for w in text.windows)
+    is_late = scores.index - first >= length // 2
+    return math.exp(float(scores.nll[is_late].double().mean()))
