@@ -23,7 +23,8 @@ from megatron_ext.upstream.command_line import HelpFormatter, JobParser
 from megatron_ext.upstream.convert import is_hf
 from megatron_ext.upstream.cuda_on_cpu import resident_peak_bytes
 from megatron_ext.upstream.layout import close_layout
-from megatron_ext.upstream.mla_convert import MlaJob, convert_to_mla
+from megatron_ext.upstream.mla_convert import convert_to_mla
+from megatron_ext.upstream.mla_job import MlaJob
 from megatron_ext.weights.checks import open_checkpoint
 
 _JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")

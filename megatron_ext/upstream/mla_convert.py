@@ -9,11 +9,8 @@ rounding of calibration.
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,12 +35,10 @@ from megatron_ext.mla.checkpoint import (
     convert_layers_in_order,
     divided,
 )
-from megatron_ext.mla.config import MLAConfig
 from megatron_ext.mla.layer_summary import LayerSummary
 from megatron_ext.mla.problems import conversion_notices, conversion_problems
 from megatron_ext.mla.report import Judgement, write_report
 from megatron_ext.mla.statistics_file import StatisticsFile, fingerprint, save_statistics
-from megatron_ext.upstream.convert import is_hf, to_hf
 from megatron_ext.upstream.evaluate import (
     open_stepper,
     parse_for_evaluation,
@@ -53,37 +48,10 @@ from megatron_ext.upstream.evaluate import (
 from megatron_ext.upstream.hf_weights import raise_together
 from megatron_ext.upstream.layout import Layout, open_layout
 from megatron_ext.upstream.mla_calibrate import calibrate, calibration_sequences
+from megatron_ext.upstream.mla_job import MlaJob, hf_source, model_lengths, too_long
 from megatron_ext.weights.checks import Checkpoint, open_checkpoint
 
 _STATISTICS = "statistics.safetensors"
-_SOURCE = "source"
-_LOOK_AGAIN_SECONDS = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlaJob:
-    """What a command line asks for."""
-
-    source: Path
-    """Hugging Face directory, GGUF file, or torch_dist checkpoint."""
-    target: Path
-    config: MLAConfig
-    words: Sequence[str] = ()
-    """Megatron's flags: the layout."""
-    dtype: torch.dtype | None = None
-    """Of the weights; None = as they are."""
-    evaluation_text: Path | None = None
-    evaluation_window: int = 2048
-    """Tokens."""
-    max_windows: int | None = None
-    max_file_bytes: int = 5 * 10**9
-    say: Callable[[str], object]
-    """Told of what is done, on the first rank."""
-
-    @property
-    def work(self) -> Path:
-        """Where the parts of an unfinished conversion are."""
-        return CheckpointConversion.work_of(self.target)
 
 
 def convert_to_mla(job: MlaJob) -> list[LayerSummary]:
@@ -92,11 +60,15 @@ def convert_to_mla(job: MlaJob) -> list[LayerSummary]:
     Raises:
         ValueError: on every rank; the work folder keeps what was done, for the next call.
     """
-    words = [*job.words, "--hf-model", str(_hf_source(job))]
-    length = max(job.config.calibration_context, job.evaluation_window, 2)
-    options = parse_for_evaluation(words, seq_length=length)
+    path = hf_source(job)
+    source, words = open_checkpoint(path), [*job.words, "--hf-model", str(path)]
+    lengths = model_lengths(job)
+    wrong = too_long(lengths, source.architecture.max_positions)
+    wrong += conversion_problems(job.config, source.architecture)
+    if wrong:
+        raise ValueError("\n  ".join(wrong))
+    options = parse_for_evaluation(words, seq_length=max([2, *lengths.values()]))
     layout = open_layout(options.megatron)
-    source = open_checkpoint(Path(options.megatron.hf_model))
     tp_size = options.megatron.tensor_model_parallel_size
     if wrong := conversion_problems(job.config, source.architecture, tp_size=tp_size):
         raise ValueError("\n  ".join(wrong))
@@ -124,25 +96,6 @@ def convert_to_mla(job: MlaJob) -> list[LayerSummary]:
     return summaries
 
 
-def _hf_source(job: MlaJob) -> Path:
-    """The source itself, or what a torch_dist checkpoint becomes first.
-
-    By the first rank, before there is a process group; the others wait for the folder's name.
-    """
-    if not job.source.exists():
-        raise ValueError(f"{job.source} does not exist. Check the path.")
-    if is_hf(job.source):
-        return job.source
-    found = job.work / _SOURCE
-    is_first = int(os.environ.get("RANK", "0")) == 0
-    if is_first and not found.is_dir():
-        job.work.mkdir(parents=True, exist_ok=True)
-        to_hf(job.source, found).run(lambda _: None)
-    while not found.is_dir():  # its writer moves it there at the end; torchrun ends us if it fails
-        time.sleep(_LOOK_AGAIN_SECONDS)
-    return found
-
-
 def _statistics(
     job: MlaJob, words: Sequence[str], *, source: Checkpoint, layout: Layout
 ) -> StatisticsFile | None:
@@ -165,6 +118,9 @@ def _statistics(
         options = parse_for_evaluation(words, seq_length=config.calibration_context)
         tokens = read_tokens(options, Path(config.calibration_data))
         sequences = calibration_sequences(tokens, config)
+        if layout.is_writer:
+            size = config.calibration_context
+            job.say(f"calibration: {len(sequences)} sequences of {size} tokens")
         stepper = open_stepper(options, layout=layout)
         found = calibrate(stepper, source.architecture, sequences, config=config)
 

@@ -11,7 +11,8 @@ import torch
 from megatron_ext.mla.presets import preset
 from megatron_ext.upstream import convert, mla_command
 from megatron_ext.upstream.cpu import device_mode
-from megatron_ext.upstream.mla_convert import MlaJob, convert_to_mla
+from megatron_ext.upstream.mla_convert import convert_to_mla
+from megatron_ext.upstream.mla_job import MlaJob
 from megatron_ext.weights.checks import open_checkpoint
 from tests.ranks import RankPool
 from tests.weights.tiny_models import Tiny, save
@@ -158,4 +159,16 @@ def test_files_that_are_missing_are_named_before_the_work(
     words = [str(inputs / "model"), str(tmp_path / "out"), "--to", "mla", "--cache-ratio", "0.5"]
     said = refused([*words, "--calibration-data", "nowhere.txt"], capsys)
     assert "--calibration-data nowhere.txt is no file" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_longer_sequences_than_the_checkpoint_has_positions_are_refused(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    words = [str(inputs / "model"), str(tmp_path / "out"), "--to", "mla", "--rope-pairs", "2"]
+    words += ["--cache-ratio", "0.6", "--layout", "paper"]
+    data = ["--calibration-data", str(inputs / "calibration.txt"), "--calibration-context", "65"]
+    with device_mode():
+        said = refused([*words, *data], capsys)
+    assert "--calibration-context 65: the checkpoint is made for 64 positions" in said
     assert not list(tmp_path.iterdir())
