@@ -1,4 +1,4 @@
-"""What a conversion to latent attention is asked for, and what can be said of it before it begins."""
+"""What a conversion to latent attention is asked for, and what is known before it begins."""
 
 from __future__ import annotations
 
