@@ -108,5 +108,5 @@ def latent_layer_of(tensors: Mapping[str, Tensor], architecture: Architecture) -
         key_rotary_bias_BC=None if key_bias is None else key_bias.unflatten(0, (num_keys, rotary)),
         output_bias_D=tensors.get("o_proj.bias"),
         norms=norms,
-        softmax_scale=converted.softmax_scale(width),
+        softmax_scale=converted.query_scale(width),
     )

@@ -78,7 +78,7 @@ class ConvertedAttention(Attention):
                 f"--tensor-model-parallel-size {self.tp_group.size()} does not divide the "
                 f"{groups} KV heads of converted attention: use a divisor of {groups}."
             )
-        self.num_rotary_keys = groups if latent.layout == "paper" else 1
+        self.num_rotary_keys = latent.num_rotary_keys(groups)
         self.linear_q_down = None
         if latent.query_rank:
             self.linear_q_down = SharedLinear(config.hidden_size, latent.query_rank, config)

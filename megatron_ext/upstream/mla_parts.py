@@ -15,20 +15,13 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.weights.architecture import Converted, MlaLayout
+from megatron_ext.weights.architecture import Converted
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentShape:
-    """Sizes of converted attention that Megatron's configuration does not have."""
+class LatentShape(Converted):
+    """All of converted attention that Megatron's configuration does not have."""
 
-    layout: MlaLayout
-    num_pairs: int
-    """K of each rotary key."""
-    rank: int
-    """R."""
-    query_rank: int = 0
-    """Latent of the queries; 0 = none."""
     has_query_bias: bool = False
     has_key_rotary_bias: bool = False
     has_output_bias: bool = False
@@ -45,32 +38,20 @@ class LatentShape:
         """
         if args.latent_layout == "none":
             return None
-        converted = Converted(
-            layout=args.latent_layout,
-            num_pairs=args.latent_pairs,
-            rank=args.latent_rank,
-            query_rank=args.latent_query_rank,
-        )
+        sizes = {
+            "layout": args.latent_layout,
+            "num_pairs": args.latent_pairs,
+            "rank": args.latent_rank,
+            "query_rank": args.latent_query_rank,
+        }
         return cls(
-            layout=converted.layout,
-            num_pairs=converted.num_pairs,
-            rank=converted.rank,
-            query_rank=converted.query_rank,
+            **sizes,
             has_query_bias=args.add_qkv_bias,
             has_key_rotary_bias=args.add_qkv_bias,
             has_output_bias=args.add_qkv_bias or args.add_bias_linear,
             has_norms=args.qk_layernorm,
-            softmax_scale=converted.softmax_scale(args.kv_channels),
+            softmax_scale=Converted(**sizes).query_scale(args.kv_channels),
         )
-
-    @property
-    def rotary_width(self) -> int:
-        """C."""
-        return 2 * self.num_pairs
-
-    def plain_width(self, head_size: int) -> int:
-        """N of a head; a shared rotary key leaves the heads' own keys whole."""
-        return head_size - self.rotary_width if self.layout == "paper" else head_size
 
 
 class SharedLinear(torch.nn.Module):

@@ -126,7 +126,7 @@ class Converted:
         """One for each KV head, or one for all."""
         return num_groups if self.layout == "paper" else 1
 
-    def softmax_scale(self, head_size: int) -> float:
+    def query_scale(self, head_size: int) -> float:
         """Factor on the logits: one over the root of a query's widths."""
         return (self.rotary_width + self.plain_width(head_size)) ** -0.5
 
