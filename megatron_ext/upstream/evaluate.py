@@ -169,8 +169,10 @@ def fewest_microbatches(stepper: Stepper) -> int:
     return stepper.model.config.microbatch_group_size_per_vp_stage or stepper.layout.pp_size
 
 
-def read_tokens(options: Options, text: Path) -> Tensor:
+def read_tokens(options: Options, text: Path, *, flag: str = "--text") -> Tensor:
     """The ids [n] of a text file by the run's tokenizer, what begins a document included.
+
+    flag: that named the file, for messages.
 
     Raises:
         ValueError: it cannot be read, or has tokens outside the vocabulary.
@@ -180,11 +182,11 @@ def read_tokens(options: Options, text: Path) -> Tensor:
     try:
         written = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text {text} cannot be read as UTF-8 text: {error}.") from error
+        raise ValueError(f"{flag} {text} cannot be read as UTF-8 text: {error}.") from error
     tokens = torch.tensor([*tokenizer.start_ids, *tokenizer.encode(written)], dtype=torch.int64)
     if len(tokens) and int(tokens.max()) >= args.vocab_size:
         raise ValueError(
-            f"--text {text} has token {int(tokens.max())}, the vocabulary {args.vocab_size} tokens:"
+            f"{flag} {text} has token {int(tokens.max())}, the vocabulary {args.vocab_size} tokens:"
             " use the tokenizer of the checkpoint (--tokenizer-type, --tokenizer-model)."
         )
     return tokens

@@ -116,7 +116,7 @@ def _statistics(
                 "none, such as --low-rank-method paper-joint --rope-strategy high."
             )
         options = parse_for_evaluation(words, seq_length=config.calibration_context)
-        tokens = read_tokens(options, Path(config.calibration_data))
+        tokens = read_tokens(options, Path(config.calibration_data), flag="--calibration-data")
         sequences = calibration_sequences(tokens, config)
         if layout.is_writer:
             size = config.calibration_context
@@ -149,7 +149,7 @@ def _evaluated(job: MlaJob, words: Sequence[str]) -> list[Tensor]:
     if job.evaluation_text is None:
         return []
     options = parse_for_evaluation(words, seq_length=job.evaluation_window)
-    tokens = read_tokens(options, job.evaluation_text)
+    tokens = read_tokens(options, job.evaluation_text, flag="--evaluation-text")
     limit = len(tokens) if job.max_windows is None else job.max_windows * job.evaluation_window
     return [tokens[:limit]]
 
@@ -180,7 +180,7 @@ def _convert_my_layers(job: MlaJob, conversion: CheckpointConversion) -> None:
 def _convert_in_order(job: MlaJob, conversion: CheckpointConversion, words: Sequence[str]) -> None:
     config = job.config
     options = parse_for_evaluation(words, seq_length=config.calibration_context)
-    tokens = read_tokens(options, Path(config.calibration_data))
+    tokens = read_tokens(options, Path(config.calibration_data), flag="--calibration-data")
     sequences = calibration_sequences(tokens, config)
     with tqdm(total=conversion.architecture.num_layers, desc="layers", leave=False) as bar:
 
@@ -205,7 +205,7 @@ def _assemble(job: MlaJob, conversion: CheckpointConversion) -> None:
 def _scores(job: MlaJob, text: Path, words: Sequence[str], *, layout: Layout) -> TokenScores:
     """The NLL of every token of the evaluated text under one checkpoint.  Collective."""
     options = parse_for_evaluation(words, seq_length=job.evaluation_window)
-    tokens = read_tokens(options, text)
+    tokens = read_tokens(options, text, flag="--evaluation-text")
     windows = sliding_windows(
         len(tokens),
         window=job.evaluation_window,
