@@ -82,14 +82,14 @@ class MLAConfig:
     whitening: bool = True
     """Minimise the error of keys and values on calibration text. Off: of the weights."""
 
-    token_weight: float = 0.8
+    token_weight: float = 0.95
     """Share, from 0 to 1, of the calibration that counts tokens by the attention they receive."""
 
     kv_balance: KvBalance = "energy"
     """What is made equal between keys and values before their error is minimised: nothing, the
     energy, or the mean size of a channel."""
 
-    kv_balance_factor: float = 2.0
+    kv_balance_factor: float = 1.0
     """With --kv-balance: energy of the keys in units of that of the values."""
 
     metric_exponent: float = 0.5
@@ -103,7 +103,7 @@ class MLAConfig:
     """Fit the output projection to the outputs of the converted heads, as far as that helps on
     sequences that were not fitted."""
 
-    refit_ridge: float = 0.3
+    refit_ridge: float = 1.0
     """Pull of fitted queries towards where they start, in units of the mean curvature."""
 
     sequential_compensation: bool = False

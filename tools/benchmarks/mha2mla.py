@@ -67,7 +67,7 @@ METHODS: Mapping[str, MLAConfig] = {
 LADDER: Mapping[str, MLAConfig] = {
     "1 weights": preset("paper-joint", **_SHARED),
     "2 whitened": preset("whitened", **_SHARED),
-    "3 balanced": preset("whitened", kv_balance="energy", kv_balance_factor=2.0, **_SHARED),
+    "3 balanced": preset("whitened", kv_balance="energy", **_SHARED),
     "4 token weights": preset("best", metric_exponent=0.0, **_NO_REFIT, **_SHARED),
     "5 metric": preset("best", **_NO_REFIT, **_SHARED),
     "6 refits": preset("best", **_SHARED),
