@@ -122,7 +122,7 @@ def test_what_fits_has_no_problems(name, layout, pairs):
         ),
         ({"rope_pairs": -1, "cache_ratio": 0.01}, "--cache-ratio 0.01 leaves no possible latent"),
         ({"kv_balance_factor": 0.0}, "--kv-balance-factor 0.0 must be above 0"),
-        ({"whitening": False}, "--token-weight 0.8 looks at activations.*Use --metric-exponent 0"),
+        ({"whitening": False}, "--token-weight 0.95 looks at activations.*Use --metric-exponent 0"),
     ],
 )
 def test_options_that_do_not_fit(options, message):
