@@ -11,7 +11,8 @@ from collections.abc import Callable
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_ext.mla.checkpoint import CheckpointConversion, attention_prefix
+from megatron_ext.mla.checkpoint import CheckpointConversion
+from megatron_ext.mla.read import attention_prefix
 from megatron_ext.weights.checks import FiniteReader
 from megatron_ext.weights.converted_json import converted_config
 from megatron_ext.weights.operators import Block
@@ -23,7 +24,6 @@ def assemble(
     conversion: CheckpointConversion,
     *,
     progress: Callable[[int], object],
-    max_file_bytes: int = 5 * 10**9,
 ) -> None:
     """Write the target from the work folder, in which every layer is done.
 
@@ -55,7 +55,6 @@ def assemble(
         tensors=announced,
         config=converted_config(source.config, architecture.converted),
         tokenizer=source.location if source.location.is_dir() else None,
-        max_file_bytes=max_file_bytes,
     )
     with writer:
         for name, info in announced.items():

@@ -26,8 +26,9 @@ from megatron_ext.mla.config import FOUND, MLAConfig
 from megatron_ext.mla.convert import convert_layer
 from megatron_ext.mla.decoder import DenseDecoder
 from megatron_ext.mla.layer_summary import LayerSummary, summary_in, summary_of
-from megatron_ext.mla.layers import AttentionLayer, LatentLayer
+from megatron_ext.mla.layers import LatentLayer
 from megatron_ext.mla.problems import conversion_problems
+from megatron_ext.mla.read import attention_prefix, read_layer
 from megatron_ext.mla.sequential import convert_sequentially
 from megatron_ext.mla.sizes import latent_rank
 from megatron_ext.mla.statistics import LayerStatistics
@@ -35,9 +36,8 @@ from megatron_ext.mla.statistics_file import StatisticsFile
 from megatron_ext.mla.tensors import converted_of, layer_tensors
 from megatron_ext.report.whole_file import whole_file
 from megatron_ext.weights.architecture import Architecture
-from megatron_ext.weights.checks import Checkpoint, FiniteReader
-from megatron_ext.weights.operators import Block
-from megatron_ext.weights.sources import CheckpointError, TensorInfo
+from megatron_ext.weights.checks import Checkpoint
+from megatron_ext.weights.sources import TensorInfo
 from megatron_ext.weights.stream import announced_tensors
 
 WORK_SUFFIX = ".layers"
@@ -188,31 +188,6 @@ def divided(conversion: CheckpointConversion) -> CheckpointConversion:
             partial.write_text(json.dumps(values), encoding="utf-8")
     values = json.loads(found.read_text(encoding="utf-8"))
     return replace(conversion, config=replace(config, **values))
-
-
-def read_layer(source: Checkpoint, layer: int) -> AttentionLayer:
-    """One layer's attention, float32.
-
-    Raises:
-        ValueError: it has a NaN or an infinity.
-    """
-    prefix = attention_prefix(layer)
-    read = FiniteReader(source.source)
-    tensors = {
-        name.removeprefix(prefix): read(Block(name=name, rows=slice(0, info.shape[0]))).float()
-        for name, info in source.source.tensors.items()
-        if name.startswith(prefix) and not name.endswith(".rotary_emb.inv_freq")
-    }
-    if problems := read.problems():
-        raise CheckpointError(source.source.location, problems)
-    owned = {name: values.clone() for name, values in tensors.items()}
-    source.source.close()
-    return AttentionLayer.of(owned, source.architecture)
-
-
-def attention_prefix(layer: int) -> str:
-    """Of the names of a layer's attention."""
-    return f"model.layers.{layer}.self_attn."
 
 
 def convert_layers(

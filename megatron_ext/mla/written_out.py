@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_ext.mla.absorbed import LatentCache, absorbed_outputs
-from megatron_ext.mla.checkpoint import attention_prefix
 from megatron_ext.mla.decoder import DenseDecoder
 from megatron_ext.mla.layers import LatentLayer
-from megatron_ext.mla.tensors import latent_layer_of
-from megatron_ext.weights.checks import Checkpoint, open_checkpoint
-from megatron_ext.weights.operators import Block
+from megatron_ext.mla.read import read_latent_layer
+from megatron_ext.weights.checks import open_checkpoint
 
 _ONE_BY_ONE = 4
 """Tokens at the end of a sequence that are decoded one after the other."""
@@ -45,21 +43,6 @@ def written_out_logprobs(path: Path, tokens_BS: Tensor) -> Tensor:
         hidden_BSD = decoder.advance(number, hidden_BSD, outputs_BSD)
     logprobs_BSV = decoder.logits(hidden_BSD[:, :-1]).log_softmax(-1)
     return logprobs_BSV.gather(-1, tokens_BS[:, 1:, None])[..., 0]
-
-
-def read_latent_layer(source: Checkpoint, layer: int) -> LatentLayer:
-    """One layer's attention of a converted checkpoint, float32."""
-    prefix = attention_prefix(layer)
-    tensors = {
-        name.removeprefix(prefix): source.source.read(
-            Block(name=name, rows=slice(0, info.shape[0]))
-        )
-        .float()
-        .clone()
-        for name, info in source.source.tensors.items()
-        if name.startswith(prefix)
-    }
-    return latent_layer_of(tensors, source.architecture)
 
 
 def _attended(layer: LatentLayer, x_SD: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,12 +34,12 @@ from megatron_ext.mla.checkpoint import (
     begin,
     convert_layers,
     convert_layers_in_order,
-    divided,
 )
 from megatron_ext.mla.layer_summary import LayerSummary
 from megatron_ext.mla.problems import conversion_notices, conversion_problems
 from megatron_ext.mla.report import Judgement, write_report
 from megatron_ext.mla.statistics_file import StatisticsFile, fingerprint, save_statistics
+from megatron_ext.upstream.checkpoint_tensors import on_writer
 from megatron_ext.upstream.evaluate import (
     open_stepper,
     parse_for_evaluation,
@@ -84,25 +85,24 @@ def convert_to_mla(job: MlaJob) -> list[LayerSummary]:
         for notice in conversion_notices(conversion.config, source.architecture, tp_size=tp_size):
             job.say(f"note: {notice}")
     if job.config.sequential_compensation:
-        _on_writer(layout, lambda: _convert_in_order(job, conversion, words))
+        on_writer(layout, lambda: _convert_in_order(job, conversion, words))
     else:
         _convert_my_layers(job, conversion)
-    _on_writer(layout, lambda: _assemble(job, conversion))
+    on_writer(layout, lambda: _assemble(job, conversion))
     if job.evaluation_text is not None:
         converted = [*job.words, "--hf-model", str(job.target)]
         scores.append(_scores(job, job.evaluation_text, converted, layout=layout))
     summaries = all_summaries(conversion)
-    _on_writer(layout, lambda: _finish(job, conversion, summaries, scores=scores))
+    on_writer(layout, lambda: _finish(job, conversion, summaries, scores=scores))
     return summaries
 
 
 def _statistics(
     job: MlaJob, words: Sequence[str], *, source: Checkpoint, layout: Layout
 ) -> StatisticsFile | None:
-    """The file that is there, or one made from --calibration-data; None = not needed.  Collective.
+    """The file that is there, or one made from --calibration-data; None = neither, or not needed.
 
-    Raises:
-        ValueError: there is neither.
+    Collective.
     """
     config = job.config
     if not config.needs_statistics or config.sequential_compensation:
@@ -110,11 +110,7 @@ def _statistics(
     path = Path(config.calibration_statistics or job.work / _STATISTICS)
     if not path.is_file():
         if not config.calibration_data:
-            raise ValueError(
-                "the conversion looks at activations: give --calibration-data (a text), "
-                "--calibration-statistics (a file of an earlier calibration), or options that need "
-                "none, such as --low-rank-method paper-joint --rope-strategy high."
-            )
+            return None  # `CheckpointConversion.of` says what is missing
         options = parse_for_evaluation(words, seq_length=config.calibration_context)
         tokens = read_tokens(options, Path(config.calibration_data), flag="--calibration-data")
         sequences = calibration_sequences(tokens, config)
@@ -133,7 +129,7 @@ def _statistics(
                 fingerprint=fingerprint(sequences),
             )
 
-        _on_writer(layout, save)
+        on_writer(layout, save)
     statistics = StatisticsFile.open(path)
     if layout.is_writer:
         for warning in statistics.warnings(
@@ -155,8 +151,8 @@ def _evaluated(job: MlaJob, words: Sequence[str]) -> list[Tensor]:
 
 
 def _begun(conversion: CheckpointConversion, layout: Layout) -> CheckpointConversion:
-    _on_writer(layout, lambda: begin(conversion))
-    return divided(conversion)
+    config = on_writer(layout, lambda: begin(conversion).config)
+    return replace(conversion, config=config)
 
 
 def _convert_my_layers(job: MlaJob, conversion: CheckpointConversion) -> None:
@@ -195,7 +191,7 @@ def _assemble(job: MlaJob, conversion: CheckpointConversion) -> None:
     announced = conversion.announced()
     total = sum(info.num_bytes for info in announced.values())
     with tqdm(total=total, desc="writing", unit="B", unit_scale=True, leave=False) as bar:
-        assemble(conversion, progress=bar.update, max_file_bytes=job.max_file_bytes)
+        assemble(conversion, progress=bar.update)
     source = conversion.source.source.location
     if source.suffix == ".gguf":
         load_tokenizer(source).save_pretrained(str(job.target))
@@ -238,14 +234,3 @@ def _finish(
         job.say(judgement.line)
         write_report(conversion, summaries, judgement=judgement)
     shutil.rmtree(conversion.work)
-
-
-def _on_writer(layout: Layout, work: Callable[[], object]) -> None:
-    """Work of the first rank; what it raises is raised on all.  Collective."""
-    problems = []
-    if layout.is_writer:
-        try:
-            work()
-        except ValueError as error:
-            problems.append(str(error))
-    raise_together(problems)

@@ -34,7 +34,6 @@ class MlaJob:
     evaluation_window: int = 2048
     """Tokens."""
     max_windows: int | None = None
-    max_file_bytes: int = 5 * 10**9
     say: Callable[[str], object]
     """Told of what is done, on the first rank."""
 

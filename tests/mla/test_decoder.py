@@ -13,12 +13,12 @@ from megatron_ext.mla.checkpoint import (
     all_summaries,
     begin,
     convert_layers_in_order,
-    read_layer,
 )
 from megatron_ext.mla.decoder import DenseDecoder
 from megatron_ext.mla.forward import attention_output
 from megatron_ext.mla.presets import preset
 from megatron_ext.mla.problems import conversion_problems
+from megatron_ext.mla.read import read_layer
 from megatron_ext.weights.checks import open_checkpoint
 from tests.weights.tiny_models import MODELS, save, tokens
 
@@ -42,7 +42,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, name: str):
 
 
 def test_layers_of_a_checkpoint_are_fitted_in_order(tmp_path: Path):
-    """Behind converted layers the output is nearer to the original's than without the fit."""
+    """All of them, once each, with and without the fit, which changes what comes out."""
     save(MODELS["llama"], tmp_path / "tiny")
     source = open_checkpoint(tmp_path / "tiny")
     draw = torch.Generator().manual_seed(1)

@@ -11,13 +11,13 @@ from torch import Tensor
 from megatron_ext.mla.assembly import assemble
 from megatron_ext.mla.checkpoint import (
     CheckpointConversion,
-    attention_prefix,
     begin,
     convert_layers,
 )
 from megatron_ext.mla.presets import preset
+from megatron_ext.mla.read import attention_prefix, read_latent_layer
 from megatron_ext.mla.tensors import layer_tensors
-from megatron_ext.mla.written_out import read_latent_layer, written_out_logprobs
+from megatron_ext.mla.written_out import written_out_logprobs
 from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.mla_parts import LatentShape
 from megatron_ext.upstream.self_check import Line, against_transformers
@@ -153,6 +153,7 @@ def test_absorbed_decoding_has_the_originals_logprobs(
     folder, logits = models[name]
     expected = logits[:, :-1].log_softmax(-1).gather(-1, tokens()[:, 1:, None])[..., 0]
     found = written_out_logprobs(folder, tokens())
+    # fp32 through four layers, twice: weights multiplied out, and queries moved into the latent
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
