@@ -133,7 +133,8 @@ class MLAConfig:
     that hardly turn within a short one turn many times within a long one."""
 
     calibration_queries: int = 256
-    """Queries of each sequence from which it is found what rotation does; 0 = all."""
+    """Queries of each sequence from which it is found what rotation does, and to which queries are
+    refitted; 0 = all."""
 
     calibration_kept: int = 4
     """Sequences of which every layer's inputs are kept for the refits; 0 = none."""

@@ -228,6 +228,7 @@ def _refitted(
             inputs_STD=inputs_STD,
             steps=config.query_refit_steps,
             ridge=config.refit_ridge,
+            num_queries=config.calibration_queries,
         )
         plain_HND, bias_HN = query_weights(layer, maps_HWN)
         converted = replace(converted, query_plain_HNE=plain_HND, query_plain_bias_HN=bias_HN)

@@ -2,7 +2,8 @@
 
 Not the training path: one sequence, one layer, T x T probabilities of one head at a time.
 
-Legend: as in `layers`; T tokens of a sequence, X widths of any kind.
+Legend: as in `layers`; T tokens of a sequence, I of them whose queries are looked at, X widths of
+any kind.
 """
 
 from __future__ import annotations
@@ -47,21 +48,30 @@ def normalised(x: Tensor, *, epsilon: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
 
 
-def causal_logits(query_TX: Tensor, key_TX: Tensor, *, scale: float) -> Tensor:
-    """Logits [T, T] of one head, minus infinity where the key is later than the query."""
-    logits_TT = query_TX @ key_TX.T * scale
-    is_later = torch.ones_like(logits_TT, dtype=torch.bool).triu(1)
-    return logits_TT.masked_fill(is_later, -torch.inf)
+def causal_logits(
+    query_IX: Tensor, key_TX: Tensor, *, scale: float, positions_I: Tensor | None = None
+) -> Tensor:
+    """Logits [I, T] of one head, minus infinity where the key is later than the query.
+
+    positions_I: of the queries; None = those of all tokens.
+    """
+    logits_IT = query_IX @ key_TX.T * scale
+    positions_T = torch.arange(len(key_TX))
+    positions_I = positions_T if positions_I is None else positions_I
+    return logits_IT.masked_fill(positions_T > positions_I[:, None], -torch.inf)
 
 
-def head_logits(layer: AttentionLayer, found: Heads) -> Iterator[Tensor]:
-    """Causal logits [T, T] of every query head in turn."""
+def head_logits(
+    layer: AttentionLayer, found: Heads, *, positions_I: Tensor | None = None
+) -> Iterator[Tensor]:
+    """Causal logits [I, T] of every query head in turn, of some queries or of all."""
     positions_T = torch.arange(found.query_HTW.shape[1])
+    positions_I = positions_T if positions_I is None else positions_I
     key_GTW = layer.pairs.turn(found.key_GTW, positions_T)
     for head, query_TW in enumerate(found.query_HTW):
-        turned_TW = layer.pairs.turn(query_TW, positions_T)
+        turned_IW = layer.pairs.turn(query_TW[positions_I], positions_I)
         key_TW = key_GTW[head // layer.heads_per_group]
-        yield causal_logits(turned_TW, key_TW, scale=layer.softmax_scale)
+        yield causal_logits(turned_IW, key_TW, scale=layer.softmax_scale, positions_I=positions_I)
 
 
 def attention_output(layer: AttentionLayer, x_TD: Tensor) -> Tensor:

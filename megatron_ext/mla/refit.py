@@ -4,7 +4,7 @@ All are least squares with a pull towards the weights they start from, so an exa
 as it is.  Invariants the tests check: that, and that no fit is worse than where it starts on the
 sequences it is fitted to.
 
-Legend: as in `layers`; S sequences of T tokens.
+Legend: as in `layers`; S sequences of T tokens, I of which have queries that are fitted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron_ext.mla.forward import (
 )
 from megatron_ext.mla.layers import AttentionLayer, LatentLayer
 from megatron_ext.mla.low_rank import cholesky, damped
+from megatron_ext.mla.statistics import sampled_queries
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 """Pulls of the output's fit towards its start that are tried, of the outputs' mean moment."""
@@ -34,23 +35,23 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 class _Sequence:
     """What one head's query fit needs of one sequence."""
 
-    attention_TT: Tensor
+    attention_IT: Tensor
     """Original attention weights."""
-    missing_TT: Tensor
+    missing_IT: Tensor
     """Original logits less the rotary part of the new ones, centred."""
-    query_TW: Tensor
+    query_IW: Tensor
     key_TN: Tensor
     """New plain keys times the softmax scale."""
 
     def seen(self, map_WN: Tensor) -> Tensor:
         """Gradient [W, N] of half the squared centred logits that the map makes."""
-        logits_TT = _centred(self.query_TW @ map_WN @ self.key_TN.T, self.attention_TT)
-        return self.query_TW.T @ (self.attention_TT * logits_TT) @ self.key_TN
+        logits_IT = _centred(self.query_IW @ map_WN @ self.key_TN.T, self.attention_IT)
+        return self.query_IW.T @ (self.attention_IT * logits_IT) @ self.key_TN
 
     @property
     def target_WN(self) -> Tensor:
         """What `seen` should be."""
-        return self.query_TW.T @ (self.attention_TT * self.missing_TT) @ self.key_TN
+        return self.query_IW.T @ (self.attention_IT * self.missing_IT) @ self.key_TN
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """[W, W] and [N, N] of the Kronecker product nearest in kind to `seen`, times its trace.
@@ -58,14 +59,14 @@ class _Sequence:
         `seen` is the sum over queries of q q^T x S with S the covariance of keys under the query's
         attention: each factor is that sum with the other one's trace in its place.
         """
-        mean_TN = self.attention_TT @ self.key_TN
-        square_T = self.attention_TT @ self.key_TN.square().sum(-1)
-        spread_T = square_T - mean_TN.square().sum(-1)
-        size_T = self.query_TW.square().sum(-1)
-        weight_T = self.attention_TT.T @ size_T
-        queries_WW = (self.query_TW * spread_T[:, None]).T @ self.query_TW
+        mean_IN = self.attention_IT @ self.key_TN
+        square_I = self.attention_IT @ self.key_TN.square().sum(-1)
+        spread_I = square_I - mean_IN.square().sum(-1)
+        size_I = self.query_IW.square().sum(-1)
+        weight_T = self.attention_IT.T @ size_I
+        queries_WW = (self.query_IW * spread_I[:, None]).T @ self.query_IW
         keys_NN = (self.key_TN * weight_T[:, None]).T @ self.key_TN
-        return queries_WW, keys_NN - (mean_TN * size_T[:, None]).T @ mean_TN
+        return queries_WW, keys_NN - (mean_IN * size_I[:, None]).T @ mean_IN
 
 
 def refit_queries(
@@ -76,32 +77,39 @@ def refit_queries(
     inputs_STD: Tensor,
     steps: int,
     ridge: float,
+    num_queries: int = 0,
 ) -> Tensor:
     """Maps [H, W, N] from original queries to plain ones that fit the original logits best.
 
     Minimises sum a_ij c(original - rotary - plain)^2 over each head's map, c centred with the
     original attention a, by conjugate gradients from `maps_HWN`, which are those of `converted`.
+
+    num_queries: evenly spaced queries of each sequence that are fitted; 0 = all.
     """
+    rows_I = sampled_queries(inputs_STD.shape[1], num_queries)
     found = [(heads(layer, x_TD), latent_heads(converted, x_TD)) for x_TD in inputs_STD]
-    logits = [head_logits(layer, original) for original, _ in found]
+    logits = [head_logits(layer, original, positions_I=rows_I) for original, _ in found]
     num_heads, scale = len(maps_HWN), converted.softmax_scale
     maps = []
     for head in range(num_heads):
         sequences = []
         for (original, new), of_heads in zip(found, logits, strict=True):
-            logits_TT = next(of_heads)
-            attention_TT = logits_TT.softmax(-1)
+            logits_IT = next(of_heads)
+            attention_IT = logits_IT.softmax(-1)
             key = head * len(new.key_rotary_BTC) // num_heads
-            rotary_TT = causal_logits(
-                new.query_rotary_HTC[head], new.key_rotary_BTC[key], scale=scale
+            rotary_IT = causal_logits(
+                new.query_rotary_HTC[head, rows_I],
+                new.key_rotary_BTC[key],
+                scale=scale,
+                positions_I=rows_I,
             )
-            missing_TT = torch.where(attention_TT > 0, logits_TT - rotary_TT, 0.0)
+            missing_IT = torch.where(attention_IT > 0, logits_IT - rotary_IT, 0.0)
             key_TN = new.key_plain_GTN[head * len(new.key_plain_GTN) // num_heads] * scale
             sequences.append(
                 _Sequence(
-                    attention_TT=attention_TT,
-                    missing_TT=_centred(missing_TT, attention_TT),
-                    query_TW=original.query_HTW[head],
+                    attention_IT=attention_IT,
+                    missing_IT=_centred(missing_IT, attention_IT),
+                    query_IW=original.query_HTW[head, rows_I],
                     key_TN=key_TN,
                 )
             )
@@ -109,9 +117,9 @@ def refit_queries(
     return torch.stack(maps)
 
 
-def _centred(values_TT: Tensor, attention_TT: Tensor) -> Tensor:
+def _centred(values_IT: Tensor, attention_IT: Tensor) -> Tensor:
     """Values less their mean under each row of attention."""
-    return values_TT - (attention_TT * values_TT).sum(-1, keepdim=True)
+    return values_IT - (attention_IT * values_IT).sum(-1, keepdim=True)
 
 
 def _fit(sequences: list[_Sequence], start_WN: Tensor, *, steps: int, ridge: float) -> Tensor:

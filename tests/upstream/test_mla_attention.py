@@ -39,7 +39,10 @@ LAYOUTS = {
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
+    "tp4 sp": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
 }
+MODELS = {"paper": LLAMA, "deepseek": [*LLAMA, "--num-query-groups", "4"]}
+"""Flags of a model with 2 and of one with 4 KV heads."""
 
 
 @pytest.mark.parametrize("kind", LATENTS)
@@ -47,13 +50,15 @@ def test_loss_and_gradients_are_the_same_on_every_layout(
     ranks: RankPool, tmp_path: Path, kind: str
 ) -> None:
     """E13: the checkpoint is made on one rank and loaded on all layouts, frequencies included."""
-    latent, initial = LATENTS[kind], tmp_path / "initial"
-    ranks(1).run(save_random, LLAMA, latent, initial)
-    [(loss, frequencies)] = ranks(1).run(step_gradients, LLAMA, latent, initial, tmp_path / "one")
+    latent, flags, initial = LATENTS[kind], MODELS[kind], tmp_path / "initial"
+    ranks(1).run(save_random, flags, latent, initial)
+    [(loss, frequencies)] = ranks(1).run(step_gradients, flags, latent, initial, tmp_path / "one")
     assert len(frequencies) == 4 and frequencies[0].std() > 0.1
     names = []
-    for name, (size, flags) in LAYOUTS.items():
-        words = [*LLAMA, *flags.split()]
+    for name, (size, layout) in LAYOUTS.items():
+        if kind == "paper" and "tp4" in name:
+            continue  # which has 2 KV heads
+        words = [*flags, *layout.split()]
         found = ranks(size).run(step_gradients, words, latent, initial, tmp_path / name)
         names.append(name)
         for other, _ in found:

@@ -40,11 +40,14 @@ MODELS_WITH_PAIRS = {
     "qwen3": 6,
     "mixtral": 6,
     "mqa": 6,
+    "mha": 6,
 }
 """All of a head."""
+MHA = Tiny(family="llama", config={"head_dim": 12, "num_key_value_heads": 4})
 MQA = Tiny(family="llama", config={"head_dim": 12, "num_key_value_heads": 1})
 """One KV head: with a slot for every pair, layout `deepseek` is exact too."""
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+TP4 = "--tensor-model-parallel-size 4"
 PP2 = "--pipeline-model-parallel-size 2"
 EP2 = "--expert-model-parallel-size 2"
 
@@ -61,7 +64,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Te
 
 def converted(name: str, root: Path, *, pairs: int) -> Tensor:
     """Convert a tiny model; the logits of the original."""
-    logits = save(MODELS.get(name, MQA), root / name)
+    logits = save((MODELS | {"mha": MHA, "mqa": MQA})[name], root / name)
     source = open_checkpoint(root / name)
     shape, statistics = source.architecture, None
     kept, options = 2 * pairs, {"rope_strategy": "high"}
@@ -106,7 +109,7 @@ def test_logits_are_those_of_the_original_and_the_export_is_the_file(
 def test_through_torch_dist_and_back_is_the_same(
     ranks: RankPool, models: dict[str, tuple[Path, Tensor]], tmp_path: Path
 ):
-    names = ["llama tied biased", "qwen3", "mixtral"]
+    names = ["llama tied biased", "qwen3", "mixtral", "mha"]
     folders = [models[name][0] for name in names]
     ranks(1).run(there_and_back, folders, tmp_path)
     for folder in folders:
@@ -116,6 +119,8 @@ def test_through_torch_dist_and_back_is_the_same(
     for found in ranks(2).run(loaded_logits, folders, tmp_path, TP2, tokens()):
         for logits, name in zip(found, names, strict=True):
             assert is_close(logits, models[name][1]), name
+    for [logits] in ranks(4).run(loaded_logits, folders[-1:], tmp_path, TP4, tokens()):
+        assert is_close(logits, models["mha"][1])
 
 
 def test_the_arguments_describe_the_layers(ranks: RankPool, models: dict[str, tuple[Path, Tensor]]):

@@ -84,6 +84,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--ladder", action="store_true", help="the ladder too, at the first ratio")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
+    parser.add_argument("--refit-tokens", type=int, default=16384, help="of them, for the refits")
     parser.add_argument("--evaluation-tokens", type=int, default=16384, help="of each text")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, help="folder that is kept; default: a temporary one")
@@ -113,7 +114,7 @@ class Bench:
             config = MLAConfig(
                 calibration_context=context,
                 calibration_tokens=self.options.calibration_tokens,
-                calibration_kept=max(1, 8192 // context // 2),
+                calibration_kept=max(1, self.options.refit_tokens // context),
             )
             words = ["--hf-model", str(self.model)]
             options = parse_for_evaluation(words, seq_length=context)
