@@ -28,6 +28,9 @@ from megatron_ext.mla.sizes import CacheSize, cache_of
 from megatron_ext.mla.split import RotarySplit, query_weights
 from megatron_ext.mla.statistics import LayerStatistics
 
+_REPORTED_TOKENS = 4096
+"""Of kept sequences, on which the error of outputs is measured; one sequence at least."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
@@ -271,7 +274,8 @@ def _output_error(
     if statistics is None or not len(statistics.inputs_STD):
         return None
     lost = total = 0.0
-    for x_TD in statistics.inputs_STD.to(layer.query_HWD.dtype):
+    count = max(1, _REPORTED_TOKENS // statistics.inputs_STD.shape[1])
+    for x_TD in statistics.inputs_STD[:count].to(layer.query_HWD.dtype):
         wanted_TD = original_output(layer, x_TD)
         found_TD = latent_outputs(converted, x_TD) @ converted.output_DHV.flatten(1).T
         lost += float((found_TD - wanted_TD).double().square().sum())

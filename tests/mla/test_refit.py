@@ -96,6 +96,30 @@ def test_fitted_queries_are_better_and_the_best(name, layout):
         assert total(replace(best, query_plain_HNE=moved_HND)) > total(best) * (1 - 1e-6)
 
 
+def test_some_queries_are_fitted_nearly_as_well_as_all():
+    case = Case("gqa")
+    split, new = converted(case, rank=12, layout="paper")
+    inputs_STD = random_inputs(case.shape, seed=7, tokens=400)[None]
+    losses = []
+    for num_queries in (0, 200):
+        maps_HWN = refit_queries(
+            case.layer,
+            new,
+            maps_HWN=split.query_plain_HWN,
+            inputs_STD=inputs_STD,
+            steps=8,
+            ridge=1e-2,
+            num_queries=num_queries,
+        )
+        plain_HND, _ = query_weights(case.layer, maps_HWN)
+        fitted = replace(new, query_plain_HNE=plain_HND)
+        losses.append(sum(misfit(case.layer, fitted, x_TD) for x_TD in inputs_STD))
+    before = sum(misfit(case.layer, new, x_TD) for x_TD in inputs_STD)
+    of_all, of_some = losses
+    assert of_all < of_some < before
+    assert of_some - of_all < 0.3 * (before - of_all)
+
+
 @pytest.mark.parametrize("name", ["gqa", "biased"])
 def test_an_exact_conversion_stays(name):
     case = Case(name)

@@ -5,7 +5,8 @@ cache the same calibration text and the same evaluation texts, which must not ov
 to the original are paired, with windows as draws.  The published methods run in this code:
 MHA2MLA's (2-norm pairs, joint SVD of weights), the same with uniform pairs, TransMLA's (RoRoPE and
 FreqFold, balanced PCA) and CARE-U (TransMLA's rotary part, whitened, keys and values apart).
-The ladder adds one idea at a time to the layout `deepseek`.  Converted layers are kept in --work,
+The ladder adds one idea at a time to the layout `deepseek`; --rotary measures what partial rotation
+costs by itself, with a latent of full rank.  Converted layers are kept in --work,
 so that an interrupted benchmark goes on.
 """
 
@@ -72,6 +73,15 @@ LADDER: Mapping[str, MLAConfig] = {
     "5 metric": preset("best", **_NO_REFIT, **_SHARED),
     "6 refits": preset("best", **_SHARED),
 }
+ROTARY: Mapping[str, MLAConfig] = {
+    "all pairs": preset("paper-joint", rope_strategy="high", rope_pairs=32),
+    "transmla, 16 slots": replace(METHODS["transmla"], kv_balance="none"),
+    "ours, 16 slots": preset("best", **_NO_REFIT, **_SHARED),
+    "ours, 32 slots": preset(
+        "best", mla_layout="deepseek", rope_pairs=32, rope_stride=1, **_NO_REFIT
+    ),
+}
+"""At full rank, where only rotation is lost; for models with 32 pairs."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -83,6 +93,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--cache-ratios", type=float, nargs="+", default=[0.1875, 0.3125, 0.5])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--ladder", action="store_true", help="the ladder too, at the first ratio")
+    parser.add_argument("--rotary", action="store_true", help="partial rotation at full rank too")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
     parser.add_argument("--refit-tokens", type=int, default=16384, help="of them, for the refits")
     parser.add_argument("--evaluation-tokens", type=int, default=16384, help="of each text")
@@ -161,9 +172,10 @@ class Bench:
         if not done.is_file():
             with tempfile.TemporaryDirectory(dir=self.work) as folder:
                 started = time.perf_counter()
-                job = CheckpointConversion.of(
-                    open_checkpoint(self.model),
-                    Path(folder) / "converted",
+                # Without the checks, which refuse a full rank because it saves nothing.
+                job = CheckpointConversion(
+                    source=open_checkpoint(self.model),
+                    target=Path(folder) / "converted",
                     config=config,
                     statistics=statistics,
                 )
@@ -212,6 +224,14 @@ def _at_context(bench: Bench, context: int) -> dict[str, object]:
             tqdm.write(f"warning: {warning}")
     original = bench.scores(bench.model, texts, name=f"original {context}")
     figures: dict[str, object] = {}
+    if options.rotary:
+        found = {"original": original}
+        for name, config in ROTARY.items():
+            sized = replace(config, kv_rank=_full_rank(config, bench.architecture))
+            key = f"rotary {name} {context}"
+            found[name], _ = bench.converted(sized, statistics, texts, name=key)
+        for text in texts:
+            figures |= _rows(found, text, where=f"{text.name} {context} at full rank")
     for ratio in options.cache_ratios:
         rows = {name: METHODS[name] for name in options.methods}
         if options.ladder and ratio == options.cache_ratios[0]:
@@ -227,6 +247,13 @@ def _at_context(bench: Bench, context: int) -> dict[str, object]:
             figures |= _rows(found, text, where=f"{text.name} {context} at {ratio:.2%}")
         figures[f"conversion seconds {context} at {ratio:.2%}"] = seconds
     return figures
+
+
+def _full_rank(config: MLAConfig, architecture: Architecture) -> int:
+    """The rank of all plain keys and values."""
+    width = architecture.head_size
+    keys = width if config.mla_layout == "deepseek" else width - 2 * config.rope_pairs
+    return min(architecture.hidden_size, architecture.num_groups * (keys + width))
 
 
 def _rows(
