@@ -63,24 +63,39 @@ def misfit(layer: AttentionLayer, new: LatentLayer, x_TD: Tensor) -> float:
     return total
 
 
+def with_fitted_queries(
+    case: Case,
+    new: LatentLayer,
+    *,
+    maps_HWN: Tensor,
+    inputs_STD: Tensor,
+    steps: int,
+    ridge: float,
+    num_queries: int = 0,
+) -> LatentLayer:
+    maps_HWN = refit_queries(
+        case.layer,
+        new,
+        maps_HWN=maps_HWN,
+        inputs_STD=inputs_STD,
+        steps=steps,
+        ridge=ridge,
+        num_queries=num_queries,
+    )
+    plain_HND, bias_HN = query_weights(case.layer, maps_HWN)
+    return replace(new, query_plain_HNE=plain_HND, query_plain_bias_HN=bias_HN)
+
+
 @pytest.mark.parametrize("layout", ["paper", "deepseek"])
 @pytest.mark.parametrize("name", ["gqa", "biased"])
 def test_fitted_queries_are_better_and_the_best(name, layout):
     case = Case(name)
     split, new = converted(case, rank=12, layout=layout)
     inputs_STD = torch.stack([case.x_TD, random_inputs(case.shape, seed=7)])
+    parts = {"maps_HWN": split.query_plain_HWN, "inputs_STD": inputs_STD}
 
     def fitted(steps: int, ridge: float = 1e-3) -> LatentLayer:
-        maps_HWN = refit_queries(
-            case.layer,
-            new,
-            maps_HWN=split.query_plain_HWN,
-            inputs_STD=inputs_STD,
-            steps=steps,
-            ridge=ridge,
-        )
-        plain_HND, bias_HN = query_weights(case.layer, maps_HWN)
-        return replace(new, query_plain_HNE=plain_HND, query_plain_bias_HN=bias_HN)
+        return with_fitted_queries(case, new, **parts, steps=steps, ridge=ridge)
 
     def total(layer: LatentLayer) -> float:
         return sum(misfit(case.layer, layer, x_TD) for x_TD in inputs_STD)
@@ -99,24 +114,19 @@ def test_fitted_queries_are_better_and_the_best(name, layout):
 def test_some_queries_are_fitted_nearly_as_well_as_all():
     case = Case("gqa")
     split, new = converted(case, rank=12, layout="paper")
-    inputs_STD = random_inputs(case.shape, seed=7, tokens=400)[None]
-    losses = []
-    for num_queries in (0, 200):
-        maps_HWN = refit_queries(
+    x_TD = random_inputs(case.shape, seed=7, tokens=400)
+    parts = {"maps_HWN": split.query_plain_HWN, "inputs_STD": x_TD[None]}
+    of_all, of_some = (
+        misfit(
             case.layer,
-            new,
-            maps_HWN=split.query_plain_HWN,
-            inputs_STD=inputs_STD,
-            steps=8,
-            ridge=1e-2,
-            num_queries=num_queries,
+            with_fitted_queries(case, new, **parts, steps=8, ridge=1e-2, num_queries=count),
+            x_TD,
         )
-        plain_HND, _ = query_weights(case.layer, maps_HWN)
-        fitted = replace(new, query_plain_HNE=plain_HND)
-        losses.append(sum(misfit(case.layer, fitted, x_TD) for x_TD in inputs_STD))
-    before = sum(misfit(case.layer, new, x_TD) for x_TD in inputs_STD)
-    of_all, of_some = losses
+        for count in (0, 200)
+    )
+    before = misfit(case.layer, new, x_TD)
     assert of_all < of_some < before
+    # with other seeds 0.04 to 0.05
     assert of_some - of_all < 0.3 * (before - of_all)
 
 

@@ -49,7 +49,7 @@ from megatron_ext.upstream.evaluate import (
 from megatron_ext.upstream.layout import Layout, close_layout, open_layout
 from megatron_ext.upstream.mla_calibrate import calibrate, calibration_sequences
 from megatron_ext.weights.architecture import Architecture
-from megatron_ext.weights.checks import open_checkpoint
+from megatron_ext.weights.checks import Checkpoint, open_checkpoint
 from tools.benchmarks.rollout import smollm2_file
 
 _SHARED = {"mla_layout": "deepseek", "rope_pairs": 16, "rope_stride": 2}
@@ -75,7 +75,7 @@ LADDER: Mapping[str, MLAConfig] = {
 }
 ROTARY: Mapping[str, MLAConfig] = {
     "all pairs": preset("paper-joint", rope_strategy="high", rope_pairs=32),
-    "transmla, 16 slots": replace(METHODS["transmla"], kv_balance="none"),
+    "transmla, 16 slots": METHODS["transmla"],
     "ours, 16 slots": preset("best", **_NO_REFIT, **_SHARED),
     "ours, 32 slots": preset(
         "best", mla_layout="deepseek", rope_pairs=32, rope_stride=1, **_NO_REFIT
@@ -172,14 +172,10 @@ class Bench:
         if not done.is_file():
             with tempfile.TemporaryDirectory(dir=self.work) as folder:
                 started = time.perf_counter()
-                # Without the checks, which refuse a full rank because it saves nothing.
-                job = CheckpointConversion(
-                    source=open_checkpoint(self.model),
-                    target=Path(folder) / "converted",
-                    config=config,
-                    statistics=statistics,
-                )
-                job = begin(job)
+                source, target = open_checkpoint(self.model), Path(folder) / "converted"
+                # The checks refuse a full rank, which saves nothing.
+                new = CheckpointConversion.of if config.cache_ratio else _unchecked
+                job = begin(new(source, target, config=config, statistics=statistics))
                 layers = range(self.architecture.num_layers)
                 with tqdm(layers, desc=name, leave=False) as bar:
                     convert_layers(job, bar, done=lambda _: None)
@@ -247,6 +243,12 @@ def _at_context(bench: Bench, context: int) -> dict[str, object]:
             figures |= _rows(found, text, where=f"{text.name} {context} at {ratio:.2%}")
         figures[f"conversion seconds {context} at {ratio:.2%}"] = seconds
     return figures
+
+
+def _unchecked(
+    source: Checkpoint, target: Path, *, config: MLAConfig, statistics: StatisticsFile
+) -> CheckpointConversion:
+    return CheckpointConversion(source=source, target=target, config=config, statistics=statistics)
 
 
 def _full_rank(config: MLAConfig, architecture: Architecture) -> int:
