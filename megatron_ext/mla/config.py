@@ -6,7 +6,7 @@ No `from __future__ import annotations`: Megatron's ArgumentGroupFactory needs t
 themselves.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_ext.mla.selection import NormScore
@@ -119,8 +119,9 @@ class MLAConfig:
     metric_ridge: float = 1e-3
     """The same for the metric."""
 
-    calibration_data: str = ""
-    """Text to calibrate on, as --train-data. Empty = --calibration-statistics."""
+    calibration_data: list[str] = field(default_factory=list)
+    """UTF-8 texts to calibrate on, a sequence of each in turn: mix all kinds that the model is
+    wanted for. None = --calibration-statistics."""
 
     calibration_statistics: str = ""
     """File of statistics: read if it exists, else written from --calibration-data."""

@@ -12,7 +12,8 @@ Legend: T tokens of a sequence, D model, S kept sequences.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,12 +36,14 @@ from megatron_ext.upstream.step import Stepper
 from megatron_ext.weights.architecture import Architecture
 
 
-def calibration_sequences(tokens: Tensor, config: MLAConfig) -> list[Tensor]:
-    """The beginning of a text [n] in sequences of `calibration_context` tokens, as many as fit into
-    the text and into `calibration_tokens`.
+def calibration_sequences(texts: Mapping[str, Tensor], config: MLAConfig) -> list[Tensor]:
+    """The beginnings of texts [n] by name, in sequences of `calibration_context` tokens.
+
+    One of each text in turn, until there are `calibration_tokens`; a text that ends leaves its
+    turns to the others.
 
     Raises:
-        ValueError: not even one fits.
+        ValueError: a text is shorter than one sequence, or all together are to be.
     """
     length = config.calibration_context
     wrong = []
@@ -49,16 +52,19 @@ def calibration_sequences(tokens: Tensor, config: MLAConfig) -> list[Tensor]:
             f"--calibration-tokens {config.calibration_tokens} is less than one sequence of "
             f"--calibration-context {length}: use {length} or more tokens, or a shorter context."
         )
-    if len(tokens) < length:
-        wrong.append(
-            f"the calibration text has {len(tokens)} tokens, less than one sequence of "
-            f"--calibration-context {length}: use a longer text, or a shorter context if the model "
-            "is wanted for that."
-        )
+    wrong += [
+        f"calibration text {name} has {len(tokens)} tokens, less than one sequence of "
+        f"--calibration-context {length}: use a longer text, or a shorter context if the model "
+        "is wanted for that."
+        for name, tokens in texts.items()
+        if len(tokens) < length
+    ]
     if wrong:
         raise ValueError("\n  ".join(wrong))
-    count = min(len(tokens), config.calibration_tokens) // length
-    return list(tokens[: count * length].split(length))
+    parts = [tokens[: len(tokens) // length * length].split(length) for tokens in texts.values()]
+    turns = (sequence for turn in itertools.zip_longest(*parts) for sequence in turn)
+    in_turn = [sequence for sequence in turns if sequence is not None]
+    return in_turn[: config.calibration_tokens // length]
 
 
 def calibrate(

@@ -165,9 +165,9 @@ def _check_outputs(options: argparse.Namespace) -> None:
     text = options.evaluation_text
     if text is not None and not text.is_file():
         raise ValueError(f"--evaluation-text {text} is no file. Check the path.")
-    data = options.calibration_data
-    if data and not Path(data).is_file():
-        raise ValueError(f"--calibration-data {data} is no file. Check the path.")
+    for data in options.calibration_data:
+        if not Path(data).is_file():
+            raise ValueError(f"--calibration-data {data} is no file. Check the path.")
 
 
 def _to_megatron(source: Path, target: Path) -> None:

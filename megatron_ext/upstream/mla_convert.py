@@ -35,10 +35,12 @@ from megatron_ext.mla.checkpoint import (
     convert_layers,
     convert_layers_in_order,
 )
+from megatron_ext.mla.config import MLAConfig
 from megatron_ext.mla.layer_summary import LayerSummary
 from megatron_ext.mla.problems import conversion_notices, conversion_problems
 from megatron_ext.mla.report import Judgement, write_report
 from megatron_ext.mla.statistics_file import StatisticsFile, fingerprint, save_statistics
+from megatron_ext.upstream.arguments import Options
 from megatron_ext.upstream.checkpoint_tensors import on_writer
 from megatron_ext.upstream.evaluate import (
     open_stepper,
@@ -112,8 +114,7 @@ def _statistics(
         if not config.calibration_data:
             return None  # `CheckpointConversion.of` says what is missing
         options = parse_for_evaluation(words, seq_length=config.calibration_context)
-        tokens = read_tokens(options, Path(config.calibration_data), flag="--calibration-data")
-        sequences = calibration_sequences(tokens, config)
+        sequences = _calibration_sequences(options, config)
         if layout.is_writer:
             size = config.calibration_context
             job.say(f"calibration: {len(sequences)} sequences of {size} tokens")
@@ -138,6 +139,12 @@ def _statistics(
         ):
             job.say(f"warning: {warning}")
     return statistics
+
+
+def _calibration_sequences(options: Options, config: MLAConfig) -> list[Tensor]:
+    flag = "--calibration-data"
+    texts = {path: read_tokens(options, Path(path), flag=flag) for path in config.calibration_data}
+    return calibration_sequences(texts, config)
 
 
 def _evaluated(job: MlaJob, words: Sequence[str]) -> list[Tensor]:
@@ -176,8 +183,7 @@ def _convert_my_layers(job: MlaJob, conversion: CheckpointConversion) -> None:
 def _convert_in_order(job: MlaJob, conversion: CheckpointConversion, words: Sequence[str]) -> None:
     config = job.config
     options = parse_for_evaluation(words, seq_length=config.calibration_context)
-    tokens = read_tokens(options, Path(config.calibration_data), flag="--calibration-data")
-    sequences = calibration_sequences(tokens, config)
+    sequences = _calibration_sequences(options, config)
     with tqdm(total=conversion.architecture.num_layers, desc="layers", leave=False) as bar:
 
         def done(summary: LayerSummary) -> None:

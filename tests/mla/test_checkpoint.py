@@ -127,7 +127,7 @@ def test_layers_of_another_conversion_are_not_taken(folder: Path, tmp_path: Path
 
 def test_options_of_calibration_alone_do_not_make_another_conversion(folder: Path, tmp_path: Path):
     convert(conversion(folder, tmp_path / "out"), [0])
-    begin(conversion(folder, tmp_path / "out", replace(PLAIN, calibration_data="elsewhere.txt")))
+    begin(conversion(folder, tmp_path / "out", replace(PLAIN, calibration_data=["elsewhere.txt"])))
 
 
 def test_a_damaged_layer_is_named(folder: Path, tmp_path: Path):

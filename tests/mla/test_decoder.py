@@ -54,7 +54,7 @@ def test_layers_of_a_checkpoint_are_fitted_in_order(tmp_path: Path):
             rope_pairs=3,
             kv_rank=14,
             sequential_compensation=is_fitted,
-            calibration_data="text",
+            calibration_data=["text"],
         )
         target = tmp_path / f"out {is_fitted}"
         job = begin(

@@ -46,9 +46,8 @@ LAYOUTS = {
 def sequences() -> list[Tensor]:
     """Five of a text of 110 tokens."""
     draw = torch.Generator().manual_seed(3)
-    return calibration_sequences(
-        torch.randint(0, BASE["vocab_size"], (110,), generator=draw), CONFIG
-    )
+    text = torch.randint(0, BASE["vocab_size"], (110,), generator=draw)
+    return calibration_sequences({"text": text}, CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -150,17 +149,28 @@ def test_layers_that_break_or_cannot_be_watched_are_refused(
 def test_texts_are_cut_into_whole_sequences():
     texts = sequences()
     assert [len(tokens_T) for tokens_T in texts] == [LENGTH] * 5
-    short = calibration_sequences(torch.arange(2 * LENGTH + 1), CONFIG)
+    short = calibration_sequences({"short": torch.arange(2 * LENGTH + 1)}, CONFIG)
     assert torch.equal(torch.cat(short), torch.arange(2 * LENGTH))
+
+
+def test_texts_take_turns_until_they_end():
+    """100 tokens are five sequences, whatever there is of each text."""
+    texts = {name: torch.full((n * LENGTH,), n) for name, n in (("a", 2), ("b", 1), ("c", 4))}
+    found = calibration_sequences(texts, CONFIG)
+    assert [int(tokens_T[0]) for tokens_T in found] == [2, 1, 4, 2, 4]
 
 
 @pytest.mark.parametrize(
     ("tokens", "config", "message"),
     [
-        (LENGTH - 1, CONFIG, "has 18 tokens, less than one sequence of --calibration-context 19"),
+        (
+            LENGTH - 1,
+            CONFIG,
+            "some.txt has 18 tokens, less than one sequence of --calibration-context 19",
+        ),
         (3000, MLAConfig(calibration_tokens=1000), "--calibration-tokens 1000 is less than one"),
     ],
 )
 def test_too_little_text_is_refused(tokens: int, config: MLAConfig, message: str):
     with pytest.raises(ValueError, match=message):
-        calibration_sequences(torch.arange(tokens), config)
+        calibration_sequences({"some.txt": torch.arange(tokens)}, config)

