@@ -158,7 +158,8 @@ def test_files_that_are_missing_are_named_before_the_work(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     words = [str(inputs / "model"), str(tmp_path / "out"), "--to", "mla", "--cache-ratio", "0.5"]
-    said = refused([*words, "--calibration-data", "nowhere.txt"], capsys)
+    texts = [str(inputs / "calibration.txt"), "nowhere.txt"]
+    said = refused([*words, "--calibration-data", *texts], capsys)
     assert "--calibration-data nowhere.txt is no file" in said
     assert not list(tmp_path.iterdir())
 
