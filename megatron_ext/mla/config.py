@@ -121,7 +121,7 @@ class MLAConfig:
 
     calibration_data: list[str] = field(default_factory=list)
     """UTF-8 texts to calibrate on, a sequence of each in turn: mix all kinds that the model is
-    wanted for. None = --calibration-statistics."""
+    wanted for. Default: those of --calibration-statistics."""
 
     calibration_statistics: str = ""
     """File of statistics: read if it exists, else written from --calibration-data."""

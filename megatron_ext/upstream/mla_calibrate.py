@@ -15,6 +15,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +29,27 @@ from megatron_ext.mla.rotary_pairs import rotary_pairs
 from megatron_ext.mla.statistics import LayerStatistics, sequence_statistics
 from megatron_ext.packing.batch import RowLayout, Sample, build_microbatch
 from megatron_ext.packing.types import Microbatch
-from megatron_ext.upstream.evaluate import fewest_microbatches, token_values
+from megatron_ext.upstream.arguments import Options
+from megatron_ext.upstream.evaluate import fewest_microbatches, read_tokens, token_values
 from megatron_ext.upstream.hf_weights import raise_together
 from megatron_ext.upstream.layout import Layout
 from megatron_ext.upstream.mla_collect import collect
 from megatron_ext.upstream.step import Stepper
 from megatron_ext.weights.architecture import Architecture
+
+
+def read_calibration(
+    options: Options, config: MLAConfig, *, flag: str = "--calibration-data"
+) -> list[Tensor]:
+    """The sequences [calibration_context] of `calibration_data`, by the run's tokenizer.
+
+    flag: that named the files, for messages.
+
+    Raises:
+        ValueError: a file cannot be read, or is too short.
+    """
+    texts = {path: read_tokens(options, Path(path), flag=flag) for path in config.calibration_data}
+    return calibration_sequences(texts, config)
 
 
 def calibration_sequences(texts: Mapping[str, Tensor], config: MLAConfig) -> list[Tensor]:
@@ -43,7 +59,7 @@ def calibration_sequences(texts: Mapping[str, Tensor], config: MLAConfig) -> lis
     turns to the others.
 
     Raises:
-        ValueError: a text is shorter than one sequence, or all together are to be.
+        ValueError: a text, or `calibration_tokens`, is less than one sequence.
     """
     length = config.calibration_context
     wrong = []

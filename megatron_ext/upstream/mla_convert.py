@@ -35,12 +35,10 @@ from megatron_ext.mla.checkpoint import (
     convert_layers,
     convert_layers_in_order,
 )
-from megatron_ext.mla.config import MLAConfig
 from megatron_ext.mla.layer_summary import LayerSummary
 from megatron_ext.mla.problems import conversion_notices, conversion_problems
 from megatron_ext.mla.report import Judgement, write_report
 from megatron_ext.mla.statistics_file import StatisticsFile, fingerprint, save_statistics
-from megatron_ext.upstream.arguments import Options
 from megatron_ext.upstream.checkpoint_tensors import on_writer
 from megatron_ext.upstream.evaluate import (
     open_stepper,
@@ -50,7 +48,7 @@ from megatron_ext.upstream.evaluate import (
 )
 from megatron_ext.upstream.hf_weights import raise_together
 from megatron_ext.upstream.layout import Layout, open_layout
-from megatron_ext.upstream.mla_calibrate import calibrate, calibration_sequences
+from megatron_ext.upstream.mla_calibrate import calibrate, read_calibration
 from megatron_ext.upstream.mla_job import MlaJob, hf_source, model_lengths, too_long
 from megatron_ext.weights.checks import Checkpoint, open_checkpoint
 
@@ -114,7 +112,7 @@ def _statistics(
         if not config.calibration_data:
             return None  # `CheckpointConversion.of` says what is missing
         options = parse_for_evaluation(words, seq_length=config.calibration_context)
-        sequences = _calibration_sequences(options, config)
+        sequences = read_calibration(options, config)
         if layout.is_writer:
             size = config.calibration_context
             job.say(f"calibration: {len(sequences)} sequences of {size} tokens")
@@ -139,12 +137,6 @@ def _statistics(
         ):
             job.say(f"warning: {warning}")
     return statistics
-
-
-def _calibration_sequences(options: Options, config: MLAConfig) -> list[Tensor]:
-    flag = "--calibration-data"
-    texts = {path: read_tokens(options, Path(path), flag=flag) for path in config.calibration_data}
-    return calibration_sequences(texts, config)
 
 
 def _evaluated(job: MlaJob, words: Sequence[str]) -> list[Tensor]:
@@ -183,7 +175,7 @@ def _convert_my_layers(job: MlaJob, conversion: CheckpointConversion) -> None:
 def _convert_in_order(job: MlaJob, conversion: CheckpointConversion, words: Sequence[str]) -> None:
     config = job.config
     options = parse_for_evaluation(words, seq_length=config.calibration_context)
-    sequences = _calibration_sequences(options, config)
+    sequences = read_calibration(options, config)
     with tqdm(total=conversion.architecture.num_layers, desc="layers", leave=False) as bar:
 
         def done(summary: LayerSummary) -> None:

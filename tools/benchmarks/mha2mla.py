@@ -47,7 +47,7 @@ from megatron_ext.upstream.evaluate import (
     score_windows,
 )
 from megatron_ext.upstream.layout import Layout, close_layout, open_layout
-from megatron_ext.upstream.mla_calibrate import calibrate, calibration_sequences
+from megatron_ext.upstream.mla_calibrate import calibrate, read_calibration
 from megatron_ext.weights.architecture import Architecture
 from megatron_ext.weights.checks import Checkpoint, open_checkpoint
 from tools.benchmarks.rollout import smollm2_file
@@ -123,15 +123,14 @@ class Bench:
         path = self.work / f"statistics_{context}.safetensors"
         if not path.is_file():
             config = MLAConfig(
+                calibration_data=[str(path) for path in self.options.calibration_text],
                 calibration_context=context,
                 calibration_tokens=self.options.calibration_tokens,
                 calibration_kept=max(1, self.options.refit_tokens // context),
             )
             words = ["--hf-model", str(self.model)]
             options = parse_for_evaluation(words, seq_length=context)
-            paths = self.options.calibration_text
-            texts = {str(path): read_tokens(options, path) for path in paths}
-            sequences = calibration_sequences(texts, config)
+            sequences = read_calibration(options, config, flag="--calibration-text")
             stepper = open_stepper(options, layout=self.layout)
             layers = calibrate(stepper, self.architecture, sequences, config=config)
             marks = fingerprint(sequences)
