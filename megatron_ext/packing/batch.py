@@ -151,11 +151,12 @@ def build_microbatch(
         "positions": [torch.arange(n) for n in lengths],
         "labels": [_to_label_positions(s.tokens.long(), layout.pad_token) for s in samples],
         "weights": [_to_label_positions(w.float()) for w in weights],
+        "padding": [torch.zeros(n, dtype=torch.bool) for n in lengths],
     }
     for name, dtype in layout.extras.items():
         columns[name] = [_to_label_positions(s.extras[name].to(dtype)) for s in samples]
-    fills = {"tokens": layout.pad_token, "labels": layout.pad_token}
-    dtypes = {"weights": torch.float32, **layout.extras}
+    fills = {"tokens": layout.pad_token, "labels": layout.pad_token, "padding": True}
+    dtypes = {"weights": torch.float32, "padding": torch.bool, **layout.extras}
     used = sum(lengths) if layout.packed else max(lengths, default=0)
     width = layout.row_length(used)
     lay_out = _packed_row if layout.packed else _padded_rows
@@ -173,6 +174,7 @@ def build_microbatch(
         labels_BS=laid["labels"],
         weights_BS=laid["weights"],
         count=count,
+        padding_BS=laid["padding"],
         cu_seqlens=_borders(lengths, width=width, layout=layout) if layout.packed else None,
         extras={name: laid[name] for name in layout.extras},
     )

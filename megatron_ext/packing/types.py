@@ -25,7 +25,9 @@ class Microbatch:
     weights_BS: Tensor
     """Loss weight w_t of each position, float32 [B, S]; 0 where nothing is trained."""
     count: int
-    """What this microbatch adds to the normaliser N (an integer, see DESIGN section 3)."""
+    """What this microbatch adds to the normaliser N (an integer, see docs/numerics.md)."""
+    padding_BS: Tensor
+    """Whether a position is padding, bool [B, S]: no token of any sample."""
     cu_seqlens: Tensor | None = None
     """Segment borders of the packed row, int32 [segments + 1], from 0 to S (then B is 1); None =
     padded rows."""

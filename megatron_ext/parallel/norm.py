@@ -3,6 +3,7 @@
 Under sequence parallelism each tensor-parallel rank normalises its own tokens, so the gradient of
 the norm's weight is a partial sum; Megatron adds up the gradients of parameters that carry
 ``sequence_parallel = True``.  Its own torch norm refuses sequence parallelism instead.
+With a residual stream in fp32 they are where its values become those of the weights' precision.
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ class RMSNorm(nn.Module):
         self.zero_centered = zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension; the result has the input's type."""
-        weight = self.weight.float() + 1 if self.zero_centered else self.weight
-        if x.dtype == torch.float32:
-            return functional.rms_norm(x, weight.shape, weight, self.eps)
-        return functional.rms_norm(x.float(), weight.shape, weight.float(), self.eps).to(x.dtype)
+        """Normalise the last dimension; the result has the weight's type."""
+        weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
+        result = functional.rms_norm(x.float(), weight.shape, weight, self.eps)
+        return result.to(self.weight.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -46,10 +46,10 @@ class LayerNorm(nn.Module):
         self.zero_centered = zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension; the result has the input's type."""
+        """Normalise the last dimension; the result has the weight's type."""
         weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
         result = functional.layer_norm(x.float(), weight.shape, weight, self.bias.float(), self.eps)
-        return result.to(x.dtype)
+        return result.to(self.weight.dtype)
 
 
 class SequenceParallelNorm:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from megatron_ext.upstream.decode_attention import (
     AttentionDecoder,
-    KeyValueDecoder,
     Product,
     StepTensors,
     attention_decoder,
@@ -41,11 +40,7 @@ def layer_function(layer: Any, *, product: Product = plain_product) -> LayerFunc
 
     product: of the weights of a dense MLP, the largest there are.
     """
-    attention = attention_decoder(layer.self_attention)
-    assert attention is not None, "refuse_undecodable comes first"
-    if not is_known(layer):
-        return layer_as_it_is(layer)
-    return _by_parts(layer, attention, product)
+    return _by_parts(layer, product) if is_known(layer) else layer_as_it_is(layer)
 
 
 def is_known(layer: Any) -> bool:
@@ -70,7 +65,8 @@ def is_known(layer: Any) -> bool:
     )
 
 
-def _by_parts(layer: Any, attend: AttentionDecoder, product: Product) -> LayerFunction:
+def _by_parts(layer: Any, product: Product) -> LayerFunction:
+    attend = _decoder_of(layer)
     input_norm = norm_function(layer.input_layernorm)
     mlp_norm, mlp = norm_function(layer.pre_mlp_layernorm), _mlp_function(layer.mlp, product)
 
@@ -82,29 +78,37 @@ def _by_parts(layer: Any, attend: AttentionDecoder, product: Product) -> LayerFu
 
 
 def layer_as_it_is(layer: Any) -> LayerFunction:
-    """Megatron's own forward of a layer that keeps keys and values."""
-    attention = layer.self_attention
-    decoder = KeyValueDecoder(attention)
+    """Megatron's own forward of a layer, with the cache in the place of its core attention, or,
+    where the attention is not one that keeps keys and values, of the whole attention."""
+    trained, attend = layer.self_attention, _decoder_of(layer)
+    keeps_keys = isinstance(trained, SelfAttention)
 
     def run(x_TD: Tensor, step: StepTensors, cache: tuple[Tensor, ...]) -> Tensor:
-        trained = attention.core_attention
-        attention.core_attention = _CachedCore(decoder, step, cache)
+        core = trained.core_attention
+        if keeps_keys:
+            trained.core_attention = _CachedCore(attend, step, cache)
+        else:
+            layer.self_attention = _CachedAttention(attend, step, cache)
         try:
             angles = None if step.rotary is None else step.rotary.angles
             out, _ = layer(hidden_states=x_TD[:, None], attention_mask=None, rotary_pos_emb=angles)
         finally:
-            attention.core_attention = trained
+            trained.core_attention, layer.self_attention = core, trained
         return out[:, 0]
 
     return run
 
 
+def _decoder_of(layer: Any) -> AttentionDecoder:
+    found = attention_decoder(layer.self_attention)
+    assert found is not None, "refuse_undecodable comes first"
+    return found
+
+
 class _CachedCore(nn.Module):
     """In the place of a core attention for one step: [T, 1, H, W] queries -> [T, 1, H * W]."""
 
-    def __init__(
-        self, decoder: KeyValueDecoder, step: StepTensors, cache: tuple[Tensor, ...]
-    ) -> None:
+    def __init__(self, decoder: Any, step: StepTensors, cache: tuple[Tensor, ...]) -> None:
         super().__init__()
         self.decoder, self.step, self.cache = decoder, step, cache
 
@@ -112,6 +116,20 @@ class _CachedCore(nn.Module):
         """Attend to the cache, the step's own keys and values included."""
         q_TGRW = query[:, 0].unflatten(1, (key.shape[2], -1))
         return self.decoder.attend(q_TGRW, key[:, 0], value[:, 0], self.step, self.cache)[:, None]
+
+
+class _CachedAttention(nn.Module):
+    """In the place of an attention for one step: [T, 1, D] hidden states -> the same, no bias."""
+
+    def __init__(
+        self, attend: AttentionDecoder, step: StepTensors, cache: tuple[Tensor, ...]
+    ) -> None:
+        super().__init__()
+        self.attend, self.step, self.cache = attend, step, cache
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """Attend by the decoder."""
+        return self.attend(hidden_states[:, 0], self.step, self.cache)[:, None], None
 
 
 def _mlp_function(mlp: Any, product: Product) -> Function:

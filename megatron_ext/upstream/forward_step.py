@@ -21,7 +21,8 @@ from torch import Tensor
 from megatron_ext.packing.types import Microbatch
 from megatron_ext.rl.objective import PolicyObjective
 from megatron_ext.rl.types import LossTerms
-from megatron_ext.upstream.microbatches import packed_params
+from megatron_ext.upstream.microbatches import packed_params, padding_mask
+from megatron_ext.upstream.model import bare
 
 if TYPE_CHECKING:
     from megatron_ext.upstream.step import Stepper
@@ -68,6 +69,7 @@ class ForwardStep:
             None,
             labels=microbatch.labels_BS,
             packed_seq_params=packed_params(microbatch),
+            padding_mask=padding_mask(microbatch, bare(chunk)),
             output_processor=partial(self._output, needed=microbatch.weights_BS != 0),
         )
         self._record(output, index, chunk)

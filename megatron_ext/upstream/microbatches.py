@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from megatron_ext.packing.plan import ReplicaLayout
 from megatron_ext.packing.types import Microbatch
@@ -39,11 +41,25 @@ def to_device(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
             positions_BS=m.positions_BS.to(device, non_blocking=True),
             labels_BS=m.labels_BS.to(device, non_blocking=True),
             weights_BS=m.weights_BS.to(device, non_blocking=True),
+            padding_BS=m.padding_BS.to(device, non_blocking=True),
             cu_seqlens=None if m.cu_seqlens is None else m.cu_seqlens.to(device),
             extras={name: values.to(device) for name, values in m.extras.items()},
         )
         for m in microbatches
     ]
+
+
+def padding_mask(microbatch: Microbatch, chunk: GPTModel) -> Tensor | None:
+    """The padding [B, S], as a model chunk with experts takes it; None for a dense one.
+
+    Megatron's first stage cuts it over the tensor-parallel ranks itself, later ones do not.
+    """
+    if not chunk.config.num_moe_experts:
+        return None
+    mask_BS, group = microbatch.padding_BS, chunk.pg_collection.tp
+    if chunk.pre_process or not chunk.config.sequence_parallel:
+        return mask_BS
+    return mask_BS.chunk(group.size(), dim=1)[group.rank()]
 
 
 def packed_params(microbatch: Microbatch) -> PackedSeqParams | None:

@@ -1,7 +1,8 @@
 """Our modules in Megatron's slots: Megatron's own layer specs with the torch parts replaced.
 
-Without Transformer Engine the norms become ones that sequence parallelism can use and the core
-attention one that takes packed rows; everything else, and the checkpoint keys, stay Megatron's.
+Experts never see padding (moe.py).  Without Transformer Engine the norms become ones that sequence
+parallelism can use and the core attention one that takes packed rows; everything else, and the
+checkpoint keys, stay Megatron's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron_ext.upstream.attention import SegmentAttention
 from megatron_ext.upstream.latent_attention import use_latent_attention
 from megatron_ext.upstream.mla_attention import use_converted_attention
 from megatron_ext.upstream.mla_parts import LatentShape
+from megatron_ext.upstream.moe import route_real_tokens
 
 _OURS = {WrappedTorchNorm: SequenceParallelNorm, DotProductAttention: SegmentAttention}
 
@@ -44,6 +46,8 @@ def block_spec(
         qk_l2_norm=transformer.qk_l2_norm,
         vp_stage=vp_stage,
     )
+    for layer in spec.layer_specs:
+        route_real_tokens(layer.submodules)
     if use_te:
         if latent is not None:
             raise ValueError(

@@ -92,11 +92,13 @@ class Stepper:
                 sum(m.count for m in microbatches),
                 sum(int((m.weights_BS != 0).sum()) for m in microbatches),
                 sum(m.num_positions for m in microbatches),
+                sum(int(m.padding_BS.sum()) for m in microbatches),
             ]
         )
         expected = sums[0]
         counted = CountedFinalize()
         self._prepare(microbatches, counted, forward_only=forward_only)
+        self._scale_auxiliary_losses(expected, num_tokens=sums[2] - sums[3])
         run = get_forward_backward_func(
             pp_size=self.layout.pp_size,
             vp_size=self.layout.num_chunks if self.layout.num_chunks > 1 else None,
@@ -158,6 +160,13 @@ class Stepper:
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
         self.model.optimizer.zero_grad()
+
+    def _scale_auxiliary_losses(self, count: int, *, num_tokens: int) -> None:
+        """Make the sums that moe.py forms means over the step's real tokens: Megatron divides all
+        gradients by the count."""
+        model, share = self.model, count / max(num_tokens, 1)
+        one = torch.ones(1, device=self._device())
+        model.config.moe_grad_scale_func = lambda: model.optimizer.scale_loss(one) * share
 
     def _totals(self, reports: list[Tensor], *, sent: int, width: int) -> list[float]:
         """Sums of the reports over microbatches, and of `sent` over stages, both over

@@ -209,6 +209,13 @@ def _expert_problems(args: Namespace) -> list[str]:
             f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} needs equal lengths on "
             "all ranks, and they differ here: use alltoall."
         )
+    tp = args.tensor_model_parallel_size
+    if tp > 1 and not args.sequence_parallel:
+        found.append(
+            f"--num-experts with --tensor-model-parallel-size {tp} needs --sequence-parallel: each "
+            "rank routes its own part of the sequence."
+        )
+    found += _balancing_problems(args)
     layers = args.moe_layer_freq
     if isinstance(layers, list) and len(layers) != args.num_layers:
         found.append(
@@ -219,6 +226,25 @@ def _expert_problems(args: Namespace) -> list[str]:
             "--moe-pad-expert-input-to-capacity with --expert-model-parallel-size "
             f"{args.expert_model_parallel_size} needs equal lengths on all ranks, and they differ "
             "here: drop one of the two."
+        )
+    return found
+
+
+def _balancing_problems(args: Namespace) -> list[str]:
+    """Ways to balance experts that are another computation for another packing or layout."""
+    kinds = args.moe_router_load_balancing_type
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    found = [
+        f"--moe-router-load-balancing-type {kind} routes a token by the other tokens of its "
+        "microbatch, so that no packing, layout or rollout equals another: use aux_loss, "
+        "seq_aux_loss, global_aux_loss or none."
+        for kind in kinds
+        if kind in ("sinkhorn", "quantile_balancing")
+    ]
+    if args.packing and "seq_aux_loss" in kinds:
+        found.append(
+            "--moe-router-load-balancing-type seq_aux_loss with --packing: Megatron's experts see "
+            "rows, and a packed row is many sequences. Use aux_loss, or drop --packing."
         )
     return found
 

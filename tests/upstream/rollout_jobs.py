@@ -57,6 +57,7 @@ def trainer_logprobs(stepper: Stepper, request: Request, completion: Completion)
         labels_BS=labels,
         weights_BS=torch.ones(1, length),
         count=1,
+        padding_BS=torch.arange(length)[None] >= len(tokens) - 1,
     )
     seen: list[Tensor] = []
 

@@ -147,9 +147,13 @@ def test_interrupted_sampling_goes_on_with_new_weights(ranks, reference):
         assert [c.versions for c in found] == [c.versions for c in expected]
 
 
-@pytest.mark.parametrize("extra", [[], ["--qk-layernorm"], ["--add-qkv-bias"]], ids=str)
-def test_layers_by_parts_equal_megatrons_forward(ranks, extra):
-    [(by_parts, whole)] = ranks(1).run(layer_by_parts_and_whole, [*LLAMA, *extra])
+@pytest.mark.parametrize(
+    ("model", "extra"),
+    [("llama", []), ("llama", ["--qk-layernorm"]), ("llama", ["--add-qkv-bias"]), ("latent", [])],
+    ids=str,
+)
+def test_layers_by_parts_equal_megatrons_forward(ranks, model, extra):
+    [(by_parts, whole)] = ranks(1).run(layer_by_parts_and_whole, [*MODELS[model], *extra])
     check_same(by_parts, whole)
 
 
@@ -165,6 +169,14 @@ def test_other_models_agree_with_the_trainer(ranks, tmp_path, extra):
     ranks(1).run(save_initial_weights, words, tmp_path)
     [(_, gap)] = ranks(1).run(sample_and_score, words, tmp_path, RolloutConfig())
     assert gap < LOGPROB
+
+
+@pytest.mark.parametrize("model", ["llama", "latent"])
+def test_a_residual_stream_in_fp32_agrees_with_the_trainer(ranks, tmp_path, model):
+    words = [*MODELS[model], "--bf16", "--fp32-residual-connection"]
+    ranks(1).run(save_initial_weights, words, tmp_path)
+    [(_, gap)] = ranks(1).run(sample_and_score, words, tmp_path, RolloutConfig())
+    assert gap < 0.1  # bf16 weights: 8 bits
 
 
 def test_an_error_of_the_driver_ends_every_rank(ranks):

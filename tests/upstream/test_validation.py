@@ -37,10 +37,17 @@ REFUSED = {
     "--pipeline-model-parallel-size 3 --num-layers 3": "4 ranks cannot hold replicas",
     "--expert-model-parallel-size 2": "--expert-model-parallel-size 2 needs --num-experts",
     f"{EXPERTS} --num-experts 3 --expert-model-parallel-size 2": "--num-experts 3 is not a",
-    f"{EXPERTS} {TP2} --expert-model-parallel-size 4": "4 ranks cannot hold experts cut by",
+    f"{EXPERTS} {TP2} --sequence-parallel --expert-model-parallel-size 4": (
+        "4 ranks cannot hold experts cut by"
+    ),
     f"{EXPERTS} --moe-router-topk 5": "--moe-router-topk 5 is above --num-experts 4",
     f"{EXPERTS} --moe-layer-freq [1]": "--moe-layer-freq lists 1 layers, --num-layers is 2",
     f"{EXPERTS} --moe-token-dispatcher-type allgather": "needs equal lengths on all ranks",
+    f"{EXPERTS} --moe-router-load-balancing-type sinkhorn": "by the other tokens of its microbatch",
+    f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss --packing": (
+        "a packed row is many sequences"
+    ),
+    f"{EXPERTS} {TP2}": "needs --sequence-parallel",
     f"{EXPERTS} --moe-grouped-gemm": "--moe-grouped-gemm needs Transformer Engine",
     "--moe-ffn-hidden-size 8": "--moe-ffn-hidden-size needs --num-experts",
     f"{PP2} --num-layers 3": "--num-layers 3 is not a multiple of",
