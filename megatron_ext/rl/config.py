@@ -101,8 +101,9 @@ class AlgorithmConfig:
     longest response."""
 
     zero_variance_groups: Literal["train", "drop"] = "train"
-    """Groups whose rewards are all equal, so without advantage: kept (they count in the mean and
-    feel the KL and entropy terms), or left out. Both are counted in the metrics."""
+    """Groups whose rewards are all equal before --overlong-penalty and KL are subtracted, so that
+    their answers say nothing: kept (they count in the mean and feel the penalties, the KL and
+    entropy terms), or left out. Both are counted in the metrics."""
 
     @property
     def needs_reference(self) -> bool:

@@ -1,8 +1,9 @@
 """From the outcomes of a step's episodes to what is trained with which advantage.
 
-Idea: shape the rewards (overlong penalty, KL), select the episodes, then form the advantages; the
-order matters, as masked episodes count in their group's baseline and dropped groups are judged by
-the shaped rewards.
+Idea: select the episodes by the rewards as they were earned, shape the rewards (overlong penalty,
+KL), then form the advantages.  Filters and counts never see the shaping: a group whose answers are
+all right or all wrong says nothing, whatever lengths and KL add (DAPO 2025, eq. 11).  Masked
+episodes count in their group's baseline.
 Invariant the tests check: the parts applied by hand.
 
 Legend: E episodes of this rank.
@@ -58,15 +59,14 @@ def score_episodes(
     if config.has_kl_reward:
         assert kl_E is not None, "--kl-placement reward needs the KL of each episode"
         rewards_E = rewards_E - config.kl_coefficient * kl_E
-    shaped = replace(episodes, rewards_E=rewards_E)
     selection = select_episodes(
-        shaped,
+        episodes,
         overlong_episodes=config.overlong_episodes,
         zero_variance_groups=config.zero_variance_groups,
     )
     return Scored(
         advantages_E=advantages(
-            shaped,
+            replace(episodes, rewards_E=rewards_E),
             is_trained_E=selection.is_trained_E,
             baseline=config.advantage_baseline,
             normalization=config.advantage_normalization,
