@@ -64,7 +64,8 @@ class AlgorithmConfig:
 
     sampler_correction_cap: float = 0.0
     """Weigh each token's policy loss by p_old / p_sampler, at most this: 2 = truncated importance
-    sampling, inf = decoupled PPO. 0 = off."""
+    sampling, inf = decoupled PPO. With --ratio-level sequence that is one ratio for a sequence,
+    too. 0 = off."""
 
     advantage_baseline: Baseline = "group-mean"
     """What is subtracted from an episode's reward: nothing, the mean of its group (the episodes of
