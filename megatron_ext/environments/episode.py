@@ -1,7 +1,7 @@
 """The record of an episode, and the only way to make one: append sampled ids, or other ids.
 
 Invariants the tests check: only sampled ids have a mask, a turn, a log-prob and a version; ids are
-those that were appended, in that order; a packed sample has the same values.
+those that were appended, in that order; a packed sample has the same ids, mask and log-probs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from megatron_ext.packing.batch import Sample
 
 SAMPLER_LOGPROBS = "sampler_logprobs"
 """Extra of a sample: log-probs that the sampler recorded."""
-VERSIONS = "versions"
-"""Extra of a sample: version of the weights that sampled each token; -1 = not sampled."""
 
 EndReason = Literal["done", "length", "turns", "failed"]
 """The environment ended it; tokens or context ran out; turns ran out; it counts for nothing."""
@@ -91,7 +89,7 @@ class Episode:
             start += len(ids)
 
     def to_sample(self, **extras: float) -> Sample:
-        """The episode as a training sample, with the sampler's log-probs and versions.
+        """The episode as a training sample, with the sampler's log-probs.
 
         extras: more values that are the same for every sampled token (an advantage) and 0 for the
         others.
@@ -104,7 +102,6 @@ class Episode:
             turn_ids=turn_ids,
             extras={
                 SAMPLER_LOGPROBS: torch.tensor(self.logprobs, dtype=torch.float32),
-                VERSIONS: torch.tensor(self.versions, dtype=torch.int64),
                 **{name: torch.where(mask, value, 0.0) for name, value in extras.items()},
             },
         )
