@@ -35,6 +35,8 @@ class Scored:
     """Rewards after shaping, float64."""
     counts: dict[str, int]
     """See `select_episodes`; to be added over ranks."""
+    shaping: dict[str, float]
+    """Metrics of what shaping did, of the options that are on; empty without a shaped episode."""
 
 
 def score_episodes(
@@ -75,4 +77,27 @@ def score_episodes(
         is_trained_E=selection.is_trained_E,
         rewards_E=rewards_E,
         counts=selection.counts,
+        shaping=_shaping(
+            episodes, config, rewards_E=rewards_E, kl_E=kl_E, is_trained_E=selection.is_trained_E
+        ),
     )
+
+
+def _shaping(
+    episodes: Episodes,
+    config: AlgorithmConfig,
+    *,
+    rewards_E: Tensor,
+    kl_E: Tensor | None,
+    is_trained_E: Tensor,
+) -> dict[str, float]:
+    """Mean shaped reward of the valid episodes; KL per trained token, as --kl-placement loss has it
+    in the first update."""
+    found: dict[str, float] = {}
+    valid_E = episodes.is_valid_E
+    if (config.overlong_penalty or config.has_kl_reward) and valid_E.any():
+        found["shaped_reward_mean"] = float(rewards_E[valid_E].mean())
+    if config.has_kl_reward and kl_E is not None and is_trained_E.any():
+        num_tokens = episodes.num_tokens_E[is_trained_E].sum().clamp(min=1)
+        found["kl_reference"] = float(kl_E[is_trained_E].sum() / num_tokens)
+    return found

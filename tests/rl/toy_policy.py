@@ -65,7 +65,7 @@ class ToyPolicy:
             assert set(microbatch.extras) == set(objective.extras)
         return Update(
             loss=0.0,
-            statistics=dict.fromkeys(objective.statistics, 0.0),
+            statistics=statistics_of(microbatches, objective),
             num_trained=sum(int((m.weights_BS != 0).sum()) for m in microbatches),
             num_positions=sum(m.num_positions for m in microbatches),
             grad_norm=0.0,
@@ -81,6 +81,19 @@ class ToyPolicy:
         """The different advantages that were trained."""
         rows = [m for some in self.trained for m in some]
         return sorted({x for m in rows for x in m.extras[ADVANTAGES][m.weights_BS != 0].tolist()})
+
+
+def statistics_of(microbatches: list[Microbatch], objective: PolicyObjective) -> dict[str, float]:
+    """Means over the trained tokens, of log-probs that are all -3."""
+    sums, count = dict.fromkeys(objective.statistics, 0.0), 0
+    for microbatch in microbatches:
+        logprobs_BS = torch.full(microbatch.weights_BS.shape, -3.0)
+        terms = objective(logprobs_BS, microbatch, entropy_BS=-logprobs_BS)
+        is_trained_BS = microbatch.weights_BS != 0
+        count += int(is_trained_BS.sum())
+        for name, values_BS in terms.statistics.items():
+            sums[name] += float(values_BS[is_trained_BS].sum())
+    return {name: total / max(count, 1) for name, total in sums.items()}
 
 
 class OneTask:
