@@ -53,6 +53,8 @@ class Episode:
     """What the environment complained of."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The task's."""
+    environment_seconds: float = field(default=0.0, compare=False)
+    """What the calls of its environment took, rewards included."""
 
     @property
     def mask(self) -> list[bool]:
@@ -152,6 +154,7 @@ class EpisodeBuilder:
         error: str | None = None,
         warnings: Sequence[str] = (),
         metadata: Mapping[str, Any] | None = None,
+        environment_seconds: float = 0.0,
     ) -> Episode:
         """The record of the episode; the builder is not used again."""
         return Episode(
@@ -168,6 +171,7 @@ class EpisodeBuilder:
             error=error,
             warnings=tuple(warnings),
             metadata={} if metadata is None else metadata,
+            environment_seconds=environment_seconds,
         )
 
     def _append(

@@ -129,7 +129,7 @@ def test_a_bad_episode_costs_itself_only(caplog):
     expected = {
         1: "OSError: no disk",
         2: "ValueError: the environment gave an empty prompt",
-        3: "ValueError: a token is not in the vocabulary",
+        3: "ValueError: the environment gave the prompt with token ids [1000], which are not in",
         4: "no result within 0.3 seconds",
         5: "ZeroDivisionError: in step",
         6: "no result within 0.3 seconds",
