@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sized
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ def _reward(given: Any) -> float:
 
 def _token_ids(given: Any, *, what: str, vocab_size: int) -> list[int]:
     """The ids as ints; numpy's and torch's integers are welcome."""
-    if not isinstance(given, Sized) or isinstance(given, str | bytes | dict | set | frozenset):
+    if not isinstance(given, Collection) or isinstance(given, str | bytes | dict | set | frozenset):
         raise TypeError(
             f"the environment gave {what} as {type(given).__name__}, not as a list of token ids"
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_ext.environments.arithmetic import MAX_CONTEXT
 from megatron_ext.environments.arithmetic_tasks import TOKENIZER
-from megatron_ext.environments.base import Environment, EpisodeLimits, TaskSource
+from megatron_ext.environments.base import EpisodeLimits, TaskSource
 from megatron_ext.environments.calls import TimedCalls
 from megatron_ext.environments.codecs import ModelCodec, open_codec
 from megatron_ext.environments.runner import EpisodeRunner
@@ -18,7 +18,6 @@ from megatron_ext.rewards.verifiers import Verifiers
 from megatron_ext.rl.evaluation import Evaluator
 from megatron_ext.rl.learning import Planner
 from megatron_ext.rl.loop import ReinforcementLoop
-from megatron_ext.rl.rollouts import EnvironmentClock
 from megatron_ext.rl.transcripts import Transcripts
 from megatron_ext.rl.watch import Watch
 from megatron_ext.rollout.types import SamplingParams
@@ -114,17 +113,16 @@ def open_loop(
     args, config, tasks = options.megatron, options.loop, options.environments
     source, decode = open_tasks(options, verify)
     limits = episode_limits(options)
-    clock = EnvironmentClock(source.environment)
     calls = None
     if not source.environment().is_instant:
         calls = TimedCalls(
             workers=tasks.environment_workers, time_limit=tasks.environment_time_limit
         )
 
-    def runner(
-        sampling: SamplingParams, new_environment: Callable[[], Environment] = source.environment
-    ) -> EpisodeRunner:
-        return EpisodeRunner(new_environment, limits=limits, sampling=sampling, timed_calls=calls)
+    def runner(sampling: SamplingParams) -> EpisodeRunner:
+        return EpisodeRunner(
+            source.environment, limits=limits, sampling=sampling, timed_calls=calls
+        )
 
     evaluator = None
     if config.eval_every:
@@ -138,8 +136,7 @@ def open_loop(
     return ReinforcementLoop(
         policy=learner,
         source=source,
-        runner=runner(options.rollout.sampling, clock),
-        environment_clock=clock,
+        runner=runner(options.rollout.sampling),
         evaluator=evaluator,
         algorithm=options.algorithm,
         config=config,

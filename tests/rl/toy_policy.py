@@ -19,7 +19,6 @@ from megatron_ext.rl.loop import ReinforcementLoop
 from megatron_ext.rl.loop_config import LoopConfig
 from megatron_ext.rl.objective import PolicyObjective
 from megatron_ext.rl.policy import Update
-from megatron_ext.rl.rollouts import EnvironmentClock
 from megatron_ext.rl.transcripts import Transcripts
 from megatron_ext.rl.types import ADVANTAGES
 from megatron_ext.rl.watch import Watch
@@ -141,7 +140,6 @@ def loop_of(
 ) -> ReinforcementLoop:
     """A loop of 16 episodes a step in groups of 4."""
     algorithm = algorithm or AlgorithmConfig(algorithm="grpo-plus")
-    clock = EnvironmentClock(environment)
     packing = PackingConfig(packing=True)
 
     def plan(samples, size=None):
@@ -158,11 +156,10 @@ def loop_of(
         policy=policy,
         source=Source(environment),
         runner=EpisodeRunner(
-            clock,
+            environment,
             limits=EpisodeLimits(max_new_tokens=4, max_context=CONTEXT),
             timed_calls=TimedCalls(workers=2, time_limit=time_limit),
         ),
-        environment_clock=clock,
         evaluator=None,
         algorithm=algorithm,
         config=LoopConfig(group_size=4, **config),
