@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.environments.base import TaskSource
+from megatron_ext.environments.calls import TimedCalls
 from megatron_ext.environments.runner import EpisodeRunner
 from megatron_ext.environments.seeds import derived_seed
 from megatron_ext.rl.config import AlgorithmConfig
@@ -44,6 +45,13 @@ class ReinforcementLoop:
     """Episodes of a step."""
     max_response_tokens: int
     seed: int
+    timed_calls: TimedCalls | None = None
+    """The threads of the runners; None = environments are called in place."""
+
+    def close(self) -> None:
+        """End the threads of the environments."""
+        if self.timed_calls is not None:
+            self.timed_calls.close()
 
     def step(self, number: int, *, consumed: int) -> dict[str, float]:
         """One step; `number` counts from 1, `consumed` are the episodes before it.  Collective.

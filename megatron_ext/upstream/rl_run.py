@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -25,6 +26,8 @@ from megatron_ext.upstream.arguments import Options
 from megatron_ext.upstream.layout import Layout
 from megatron_ext.upstream.learner import MegatronLearner
 from megatron_ext.upstream.microbatches import replica_of
+
+logger = logging.getLogger(__name__)
 
 MEGABYTE = 1_000_000
 
@@ -111,6 +114,8 @@ def open_loop(
         ValueError: the tasks cannot be opened, or there are too few held-out ones.
     """
     args, config, tasks = options.megatron, options.loop, options.environments
+    if learner.is_writer and (changed := options.as_record().get("changed_preset")):
+        logger.warning("%s", changed)
     source, decode = open_tasks(options, verify)
     limits = episode_limits(options)
     calls = None
@@ -153,4 +158,5 @@ def open_loop(
         batch_size=args.global_batch_size,
         max_response_tokens=options.rollout.rollout_max_new_tokens,
         seed=args.seed,
+        timed_calls=calls,
     )

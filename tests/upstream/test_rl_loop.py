@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,6 +42,21 @@ class Slow(ArithmeticEnvironment):
         return super().step(sampled)
 
 
+def opened(words: list[str]) -> tuple[list[str], object]:
+    """What a rank says at the start, and what config.json says of the preset."""
+    said = logging.handlers.BufferingHandler(100)
+    logger = logging.getLogger("megatron_ext.upstream.rl_run")
+    logger.addHandler(said)
+    with device_mode(), Verifiers(parse(words).rewards) as verify:
+        options = parse(words)
+        layout = open_layout(options.megatron)
+        model = build_trainable(options.megatron, layout)
+        stepper = build_stepper(options, model=model, layout=layout)
+        learner = MegatronLearner(options, stepper, is_new=True)
+        open_loop(options, learner, verify=verify, resume_step=None).close()
+    return [r.getMessage() for r in said.buffer], options.as_record().get("changed_preset")
+
+
 def step_metrics(words: list[str]) -> dict[str, float]:
     """Of one step with slow environments."""
     with device_mode(), Verifiers(parse(words).rewards) as verify:
@@ -65,3 +82,12 @@ def test_d1_reward_seconds_are_those_of_all_replicas_on_every_rank(ranks: RankPo
     answers = found[0]["turns_mean"] * found[0]["episodes"]
     assert found[0]["episodes"] == 16
     assert seconds.pop() >= SECONDS * answers
+
+
+@pytest.mark.slow
+def test_d4_an_overruled_preset_is_told_once_and_recorded(ranks: RankPool):
+    words = [*SMALL, *REINFORCE, "--eval-every", "0", "--pipeline-model-parallel-size", "2"]
+    changed = "preset grpo-plus: --clip-high 0.3 (preset 0.28), --kl-coefficient 0.1 (preset 0.0)"
+    found = ranks(2).run(opened, [*words, "--clip-high", "0.3", "--kl-coefficient", "0.1"])
+    assert found == [([changed], changed), ([], changed)]
+    assert ranks(2).run(opened, words) == [([], None)] * 2
