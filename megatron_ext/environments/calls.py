@@ -68,10 +68,19 @@ def _is_ordinary(error: BaseException) -> bool:
 
 def _text_of(error: BaseException) -> str:
     """What an exception says, shortened; its own code runs, and may be wrong too."""
-    text = "its text cannot be had"
-    with suppress(BaseException):
-        text = str(error)[:300]
-    return text
+    with _Dropped():
+        return str(error)[:300]
+    return "its text cannot be had"
+
+
+class _Dropped:
+    """A block whose exceptions end it and are forgotten."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> bool:
+        return True
 
 
 def _place_of(trace: TracebackType | None) -> str:
