@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -140,8 +141,9 @@ class TimedCalls:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = [self._new_thread() for _ in range(workers)]
         self._hanging: list[threading.Thread] = []
-        self._is_open = True
         exits.open_container()
+        self._end = weakref.finalize(self, _end, self._jobs, workers)
+        self._end.atexit = False
 
     def __enter__(self) -> TimedCalls:
         return self
@@ -162,13 +164,8 @@ class TimedCalls:
         return [self._outcome(job) for job in jobs]
 
     def close(self) -> None:
-        """Let the threads end; one that hangs ends with the process; twice is once."""
-        if self._is_open:
-            self._is_open = False
-            exits.close_container()
-        for _ in self._threads:
-            self._jobs.put(None)
-        self._threads = []
+        """Let the threads end, as when it is forgotten; one that hangs ends with the process."""
+        self._end()
 
     def _outcome[T](self, job: _Job[T]) -> T | Failure:
         job.has_started.wait()
@@ -228,6 +225,12 @@ class _Job[T]:
             return True
         self.has_ended.wait()
         return False
+
+
+def _end(jobs: queue.SimpleQueue[_Job | None], workers: int) -> None:
+    for _ in range(workers):
+        jobs.put(None)
+    exits.close_container()
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:

@@ -27,7 +27,7 @@ _SIGNALS = tuple(
     if (number := getattr(signal, name, None)) is not None
 )
 _state = threading.local()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a forgotten `TimedCalls` may be closed inside of another's block
 _kept: dict[str, Callable[..., Any]] = {}
 _num_open = 0
 
@@ -73,9 +73,8 @@ def close_container() -> None:
     global _num_open
     with _lock:
         _num_open -= 1
-        if _num_open == 0:
-            for name in _NAMES:
-                setattr(os, name, _kept.pop(name))
+        while _num_open == 0 and _kept:
+            setattr(os, *_kept.popitem())
 
 
 def _raising(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
