@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -87,7 +88,7 @@ def reinforce(options: Options, layout: Layout) -> None:
         except ValueError as error:
             logging.getLogger(__name__).debug("refused", exc_info=True)
             build_parser().refuse([str(error)])
-        with recorder:
+        with recorder, closing(loop):
             consumed = start.consumed_samples
             if start.step == 0 and (found := loop.evaluate(0)):
                 recorder.log(0, found)

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 tools/self_check.py --hf-model DIR --tensor-model-parallel-size 2
 
-All other options are those of pretrain_rl.py.  Exit status 1 when a line fails.
+A line is pass, FAIL or skipped, with the reason.  All other options are those of pretrain_rl.py.
+Exit status 1 when a line fails.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,8 +21,9 @@ from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.evaluate import parse_for_evaluation
 from megatron_ext.upstream.layout import close_layout
 from megatron_ext.upstream.self_check import Line, run_checks
-from megatron_ext.upstream.self_check_setup import open_setup
+from megatron_ext.upstream.self_check_setup import open_setup, skipped
 from megatron_ext.upstream.self_check_update import (
+    NAME,
     WRITE_UPDATE,
     update_is_single_process,
     write_update,
@@ -61,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 0 when every line passes.  Every rank calls it."""
+    """Print the table; 0 when no line fails.  Every rank calls it."""
     parser = build_parser()
     given = list(sys.argv[1:] if argv is None else argv)
     own, words = parser.parse_known_args(given)
@@ -83,27 +86,41 @@ def check(own: argparse.Namespace, options: Options, *, words: Sequence[str]) ->
         scratch_dir=own.scratch_dir,
         words=words,
     )
-    lines = []
+    lines: list[Line] = []
+
+    def show(line: Line) -> None:
+        lines.append(line)
+        if setup.layout.is_writer:
+            print(table_row(line), flush=True)
+
     try:
         if own.write_update:
             write_update(setup, folder=own.write_update)
             return 0
         left_out = () if own.single_process else (update_is_single_process,)
         for line in run_checks(setup, leave_out=left_out):
-            lines.append(line)
-            if setup.layout.is_writer:
-                print(table_row(line), flush=True)
+            show(line)
+        if left_out:
+            show(skipped(NAME, reason="--no-single-process leaves it out"))
+        if setup.layout.is_writer:
+            print(summary(lines), flush=True)
     finally:
         if setup.layout.is_writer:
             shutil.rmtree(setup.scratch, ignore_errors=True)
         close_layout()
-    return 0 if all(line.passed for line in lines) else 1
+    return 1 if any(line.status == "FAIL" for line in lines) else 0
 
 
 def table_row(line: Line) -> str:
-    """One line of the table; the advice only where it is needed."""
-    row = f"{'pass' if line.passed else 'FAIL'}  {line.name:<30} {line.number:<40}"
-    return row.rstrip() if line.passed and line.number != "-" else f"{row} {line.advice}"
+    """One line of the table; what to do, or why it was skipped, only where it is needed."""
+    row = f"{line.status:<7}  {line.name:<30} {line.number:<40}"
+    return row.rstrip() if line.passed else f"{row} {line.advice}"
+
+
+def summary(lines: Sequence[Line]) -> str:
+    """How many lines ended how."""
+    counts = Counter(line.status for line in lines)
+    return ", ".join(f"{counts[status]} {status}" for status in ("pass", "FAIL", "skipped"))
 
 
 if __name__ == "__main__":

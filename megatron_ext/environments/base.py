@@ -36,7 +36,7 @@ class Observation:
     ids: Sequence[int] = ()
     """Token ids appended to the context; they are not trained."""
     reward: float = 0.0
-    """Added to the episode's reward; finite."""
+    """Added to the episode's reward; a number, at most 1e12 in size."""
     done: bool = False
     """The episode is over."""
     warning: str | None = None
@@ -88,6 +88,11 @@ class TaskSource(Protocol):
 
 class TokenGenerator(Protocol):
     """What samples tokens, many sequences at a time: a `rollout.session.RolloutSession`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        ...
 
     def submit(self, request: Request, *, keep: bool = False) -> int:
         """Queue a sequence; its ticket.  Raises `ValueError` for one that cannot be sampled.

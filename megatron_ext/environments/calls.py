@@ -1,6 +1,7 @@
 """Calls of code that may raise or hang: each ends in its result or in a `Failure`, in bounded time.
 
-Invariants the tests check: one bad call costs itself only; results come in the order of the calls.
+Invariants the tests check: one bad call costs itself only, whatever it raises, at once; results
+come in the order of the calls.
 A call that hangs is given up, not ended for certain: its thread is sent SystemExit, which ends what
 runs in Python but not what waits in C.  Too many of those are an error.
 """
@@ -12,12 +13,14 @@ import logging
 import queue
 import threading
 import time
-import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+from megatron_ext.environments import exits
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +40,11 @@ class Attempt:
     This is the boundary at which errors of tasks, environments and rewards become data.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_kept: Callable[[BaseException], bool] | None = None) -> None:
+        """is_kept: which exceptions; None = every `Exception`, so neither `SystemExit` nor
+        `KeyboardInterrupt`."""
         self.failure: Failure | None = None
+        self._is_kept = is_kept or _is_ordinary
 
     def __enter__(self) -> Attempt:
         return self
@@ -49,18 +55,78 @@ class Attempt:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if not isinstance(error, Exception):
+        if error is None or not self._is_kept(error):
             return False
-        place = traceback.extract_tb(trace)[-1]
-        where = f"{Path(place.filename).name}:{place.lineno}"
-        self.failure = Failure(reason=f"{type(error).__name__}: {str(error)[:300]} ({where})")
-        logger.debug("a call failed", exc_info=(type(error), error, trace))
+        said = f": {text}" if (text := _text_of(error)) else ""
+        self.failure = Failure(reason=f"{type(error).__name__}{said} ({_place_of(trace)})")
+        logger.debug("a call failed: %s", self.failure.reason)
         return True
 
 
+def _is_ordinary(error: BaseException) -> bool:
+    return isinstance(error, Exception)
+
+
+def _text_of(error: BaseException) -> str:
+    """What an exception says, shortened; its own code runs, and may be wrong too."""
+    with _Dropped():
+        return str(error)[:300]
+    return "its text cannot be had"
+
+
+class _Dropped:
+    """A block whose exceptions end it and are forgotten."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> bool:
+        return True
+
+
+def _place_of(trace: TracebackType | None) -> str:
+    """File and line that raised; of what `exits` raised, those that asked for it."""
+    place = "?"
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if path != exits.__file__:
+            place = f"{Path(path).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+class Clocked[T]:
+    """A call that knows how long it has taken."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._started: float | None = None
+        self._ended: float | None = None
+
+    def __call__(self) -> T:
+        """Make the call."""
+        self._started = time.perf_counter()
+        try:
+            return self._call()
+        finally:
+            self._ended = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Of the call, up to now if it goes on; 0 before it."""
+        if self._started is None:
+            return 0.0
+        return (self._ended or time.perf_counter()) - self._started
+
+
 def call_in_place[T](calls: Sequence[Callable[[], T]]) -> list[T | Failure]:
-    """The calls' results, one after the other in this thread, without a time limit."""
-    return [_attempt(call) for call in calls]
+    """The calls' results, one after the other in this thread, without a time limit.
+
+    Whatever a call raises is its own failure, `SystemExit` too; only what the handler of a signal
+    raises meanwhile goes on (Ctrl-C).
+    """
+    with exits.contained(), exits.SignalErrors() as from_signals:
+        return [_attempt(call, is_kept=lambda e: e not in from_signals) for call in calls]
 
 
 class TimedCalls:
@@ -75,6 +141,15 @@ class TimedCalls:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = [self._new_thread() for _ in range(workers)]
         self._hanging: list[threading.Thread] = []
+        exits.open_container()
+        self._end = weakref.finalize(self, _end, self._jobs, workers)
+        self._end.atexit = False
+
+    def __enter__(self) -> TimedCalls:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __call__[T](self, calls: Sequence[Callable[[], T]]) -> list[T | Failure]:
         """The calls' results, in their order.
@@ -89,10 +164,8 @@ class TimedCalls:
         return [self._outcome(job) for job in jobs]
 
     def close(self) -> None:
-        """Let the threads end; one that hangs ends with the process."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        self._threads = []
+        """Let the threads end, as when it is forgotten; one that hangs ends with the process."""
+        self._end()
 
     def _outcome[T](self, job: _Job[T]) -> T | Failure:
         job.has_started.wait()
@@ -139,7 +212,7 @@ class _Job[T]:
         """Make the call; whether anyone still waits for it."""
         self.thread, self.started_at = threading.current_thread(), time.monotonic()
         self.has_started.set()
-        outcome = _attempt(self._call)
+        outcome = _attempt(self._call, is_kept=lambda error: True)
         if not self._is_settled.acquire(blocking=False):
             return False
         self.outcome = (outcome,)
@@ -154,14 +227,20 @@ class _Job[T]:
         return False
 
 
+def _end(jobs: queue.SimpleQueue[_Job | None], workers: int) -> None:
+    for _ in range(workers):
+        jobs.put(None)
+    exits.close_container()
+
+
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
     with suppress(SystemExit):  # sent to a thread that hangs
         while (job := jobs.get()) is not None and job.run():
             pass
 
 
-def _attempt[T](call: Callable[[], T]) -> T | Failure:
-    with Attempt() as attempt:
+def _attempt[T](call: Callable[[], T], *, is_kept: Callable[[BaseException], bool]) -> T | Failure:
+    with Attempt(is_kept=is_kept) as attempt, exits.in_call():
         return call()
     assert attempt.failure is not None
     return attempt.failure

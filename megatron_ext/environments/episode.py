@@ -1,7 +1,7 @@
 """The record of an episode, and the only way to make one: append sampled ids, or other ids.
 
 Invariants the tests check: only sampled ids have a mask, a turn, a log-prob and a version; ids are
-those that were appended, in that order; a packed sample has the same values.
+those that were appended, in that order; a packed sample has the same ids, mask and log-probs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from megatron_ext.packing.batch import Sample
 
 SAMPLER_LOGPROBS = "sampler_logprobs"
 """Extra of a sample: log-probs that the sampler recorded."""
-VERSIONS = "versions"
-"""Extra of a sample: version of the weights that sampled each token; -1 = not sampled."""
 
 EndReason = Literal["done", "length", "turns", "failed"]
 """The environment ended it; tokens or context ran out; turns ran out; it counts for nothing."""
@@ -55,6 +53,8 @@ class Episode:
     """What the environment complained of."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The task's."""
+    environment_seconds: float = field(default=0.0, compare=False)
+    """What the calls of its environment took, rewards included."""
 
     @property
     def mask(self) -> list[bool]:
@@ -91,7 +91,7 @@ class Episode:
             start += len(ids)
 
     def to_sample(self, **extras: float) -> Sample:
-        """The episode as a training sample, with the sampler's log-probs and versions.
+        """The episode as a training sample, with the sampler's log-probs.
 
         extras: more values that are the same for every sampled token (an advantage) and 0 for the
         others.
@@ -104,7 +104,6 @@ class Episode:
             turn_ids=turn_ids,
             extras={
                 SAMPLER_LOGPROBS: torch.tensor(self.logprobs, dtype=torch.float32),
-                VERSIONS: torch.tensor(self.versions, dtype=torch.int64),
                 **{name: torch.where(mask, value, 0.0) for name, value in extras.items()},
             },
         )
@@ -155,6 +154,7 @@ class EpisodeBuilder:
         error: str | None = None,
         warnings: Sequence[str] = (),
         metadata: Mapping[str, Any] | None = None,
+        environment_seconds: float = 0.0,
     ) -> Episode:
         """The record of the episode; the builder is not used again."""
         return Episode(
@@ -171,6 +171,7 @@ class EpisodeBuilder:
             error=error,
             warnings=tuple(warnings),
             metadata={} if metadata is None else metadata,
+            environment_seconds=environment_seconds,
         )
 
     def _append(

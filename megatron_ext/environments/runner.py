@@ -4,20 +4,20 @@
     episodes = engine.run(lambda session: runner.run(session, starts), version=step)
 
 A prompt is submitted once; each answer of an environment is appended to the same sequence as ids.
-Invariants the tests check: every start gives one episode, in order, whatever environments do; what
-an episode holds is what the generator sampled and the environment gave, id for id.
+Invariants the tests check: every start gives one episode, in order, whatever environments do or
+raise; what an episode holds is what the generator sampled and the environment gave, id for id.
 Not covered: what a failed episode means for its group (the caller sees `Episode.error`).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from megatron_ext.environments.answers import answer_of, prompt_of
 from megatron_ext.environments.base import (
     Environment,
     EpisodeLimits,
@@ -25,7 +25,7 @@ from megatron_ext.environments.base import (
     Observation,
     TokenGenerator,
 )
-from megatron_ext.environments.calls import Attempt, Failure, TimedCalls, call_in_place
+from megatron_ext.environments.calls import Clocked, Failure, TimedCalls, call_in_place
 from megatron_ext.environments.episode import EndReason, Episode, EpisodeBuilder
 from megatron_ext.rollout.types import Completion, Request, SamplingParams
 
@@ -39,8 +39,12 @@ class _Playing:
     place: int
     start: EpisodeStart
     environment: Environment
+    is_instant: bool
+    stop_ids: frozenset[int]
     builder: EpisodeBuilder
     reward: float = 0.0
+    seconds: float = 0.0
+    """Of the environment's calls."""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -84,12 +88,12 @@ class EpisodeRunner:
                 on_episode(episode)
 
         playing: dict[int, _Playing] = {}
-        for place, begun in enumerate(self._begin(starts)):
-            ticket = begun if isinstance(begun, Failure) else self._submit(generator, begun)
-            if isinstance(ticket, Failure):
-                keep(place, _failed(starts[place], ticket))
+        for place, begun in enumerate(self._begin(starts, vocab_size=generator.vocab_size)):
+            ticket = begun if isinstance(begun, Episode) else self._submit(generator, begun)
+            if isinstance(ticket, Episode):
+                keep(place, ticket)
             else:
-                assert not isinstance(begun, Failure)
+                assert not isinstance(begun, Episode)
                 playing[ticket] = begun
         try:
             while playing:
@@ -102,65 +106,89 @@ class EpisodeRunner:
         _report_failures(list(episodes.values()))
         return [episodes[place] for place in range(len(starts))]
 
-    def _begin(self, starts: Sequence[EpisodeStart]) -> list[_Playing | Failure]:
+    def _begin(
+        self, starts: Sequence[EpisodeStart], *, vocab_size: int
+    ) -> list[_Playing | Episode]:
         """New environments, reset, with their prompts; those that fail cost themselves."""
-        environments = [self._new_environment() for _ in starts]
-        outcomes = self._call(
-            [
-                partial(_prompt, environment, start)
-                for environment, start in zip(environments, starts, strict=True)
-            ],
-            environments,
-        )
-        return [
-            prompt
-            if isinstance(prompt, Failure)
-            else _Playing(
-                place=place,
-                start=starts[place],
-                environment=environments[place],
-                builder=EpisodeBuilder(prompt),
-            )
-            for place, prompt in enumerate(outcomes)
+        begun: dict[int, _Playing | Episode] = {}
+        ready: list[tuple[int, Environment, bool]] = []
+        opened = call_in_place([partial(_open, self._new_environment)] * len(starts))
+        for place, found in enumerate(opened):
+            if isinstance(found, Failure):
+                begun[place] = _failed(starts[place], found)
+            else:
+                ready.append((place, *found))
+        is_instant = all(instant for *_, instant in ready)
+        calls = [
+            Clocked(partial(prompt_of, environment, starts[place], vocab_size=vocab_size))
+            for place, environment, _ in ready
         ]
+        outcomes = self._call(calls, is_instant=is_instant)
+        for (place, environment, _), call, outcome in zip(ready, calls, outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                begun[place] = _failed(starts[place], outcome, seconds=call.seconds)
+            else:
+                begun[place] = _Playing(
+                    place=place,
+                    start=starts[place],
+                    environment=environment,
+                    is_instant=is_instant,
+                    stop_ids=outcome.stop_ids,
+                    builder=EpisodeBuilder(outcome.ids),
+                    seconds=call.seconds,
+                )
+        return [begun[place] for place in range(len(starts))]
 
-    def _submit(self, generator: TokenGenerator, playing: _Playing) -> int | Failure:
+    def _submit(self, generator: TokenGenerator, playing: _Playing) -> int | Episode:
         """Ticket of the episode's first turn; a prompt that cannot be sampled is a failure."""
         budget = self._budget(playing.builder)
-        if budget < 1:
-            return Failure(
-                reason=f"the prompt of {len(playing.builder.ids)} tokens leaves no room in the "
-                f"context of {self._limits.max_context}"
-            )
         request = Request(
             prompt_ids=tuple(playing.builder.ids),
             max_new_tokens=budget,
             sampling=self._sampling,
             seed=playing.start.seed,
             sample=playing.start.sample,
-            stop_ids=playing.environment.stop_ids,
+            stop_ids=playing.stop_ids,
         )
-        with Attempt() as attempt:
+        try:
+            if budget < 1:
+                raise ValueError(
+                    f"the prompt of {len(playing.builder.ids)} tokens leaves no room in the "
+                    f"context of {self._limits.max_context}"
+                )
             return generator.submit(request, keep=True)
-        assert attempt.failure is not None
-        return attempt.failure
+        except ValueError as error:
+            failure = Failure(reason=" ".join(str(error).split()))
+            return _failed(playing.start, failure, seconds=playing.seconds)
 
     def _advance(
         self, generator: TokenGenerator, playing: dict[int, _Playing]
     ) -> list[tuple[int, Episode]]:
         """One step of the generator; the episodes that ended with it."""
         turns = [(turn, playing[turn.ticket]) for turn in generator.step()]
-        outcomes = self._call(
-            [partial(_answer, episode.environment, turn) for turn, episode in turns],
-            [episode.environment for _, episode in turns],
-        )
+        calls = [
+            Clocked(
+                partial(
+                    answer_of,
+                    episode.environment,
+                    turn.token_ids,
+                    vocab_size=generator.vocab_size,
+                )
+            )
+            for turn, episode in turns
+        ]
+        outcomes = self._call(calls, is_instant=all(e.is_instant for _, e in turns))
         ended = []
-        for (turn, episode), outcome in zip(turns, outcomes, strict=True):
+        for (turn, episode), call, outcome in zip(turns, calls, outcomes, strict=True):
+            episode.seconds += call.seconds
             episode.builder.append_sampled(
                 turn.token_ids, logprobs=turn.logprobs, versions=turn.versions
             )
             if isinstance(outcome, Failure):
-                ended.append((turn.ticket, _failed(episode.start, outcome, episode)))
+                failed = _failed(
+                    episode.start, outcome, builder=episode.builder, seconds=episode.seconds
+                )
+                ended.append((turn.ticket, failed))
             elif reason := self._apply(outcome, turn, episode):
                 ended.append((turn.ticket, _finished(episode, reason)))
             else:
@@ -202,11 +230,11 @@ class EpisodeRunner:
         )
         return min(budget, limits.max_turn_tokens) if limits.max_turn_tokens else budget
 
-    def _call(self, calls: list[Callable], environments: list[Environment]) -> list:
-        """Results of calls of environments, which are all of one kind."""
+    def _call[T](self, calls: list[Clocked[T]], *, is_instant: bool) -> list[T | Failure]:
+        """Results of calls of environments."""
         if not calls:
             return []
-        if environments[0].is_instant:
+        if is_instant:
             return call_in_place(calls)
         if self._timed_calls is None:
             self._timed_calls = TimedCalls(workers=4, time_limit=60.0)
@@ -226,20 +254,10 @@ def _report_failures(episodes: Sequence[Episode]) -> None:
         )
 
 
-def _prompt(environment: Environment, start: EpisodeStart) -> list[int]:
-    prompt = list(environment.reset(start.task, seed=start.seed))
-    if not prompt:
-        raise ValueError("the environment gave an empty prompt")
-    return prompt
-
-
-def _answer(environment: Environment, turn: Completion) -> Observation:
-    observation = environment.step(turn.token_ids)
-    if not isinstance(observation, Observation):
-        raise TypeError(f"the environment answered {type(observation).__name__}, no Observation")
-    if not math.isfinite(observation.reward):
-        raise ValueError(f"the environment gave the reward {observation.reward}")
-    return observation
+def _open(new_environment: Callable[[], Environment]) -> tuple[Environment, bool]:
+    """An environment, and whether it is instant."""
+    environment = new_environment()
+    return environment, bool(environment.is_instant)
 
 
 def _finished(episode: _Playing, reason: EndReason) -> Episode:
@@ -253,12 +271,18 @@ def _finished(episode: _Playing, reason: EndReason) -> Episode:
         end_reason=reason,
         warnings=episode.warnings,
         metadata=start.task.metadata,
+        environment_seconds=episode.seconds,
     )
 
 
-def _failed(start: EpisodeStart, failure: Failure, episode: _Playing | None = None) -> Episode:
-    builder = EpisodeBuilder([]) if episode is None else episode.builder
-    return builder.finish(
+def _failed(
+    start: EpisodeStart,
+    failure: Failure,
+    *,
+    builder: EpisodeBuilder | None = None,
+    seconds: float = 0.0,
+) -> Episode:
+    return (builder or EpisodeBuilder([])).finish(
         task_id=start.task.id,
         group=start.group,
         sample=start.sample,
@@ -267,4 +291,5 @@ def _failed(start: EpisodeStart, failure: Failure, episode: _Playing | None = No
         end_reason="failed",
         error=failure.reason,
         metadata=start.task.metadata,
+        environment_seconds=seconds,
     )

@@ -64,7 +64,8 @@ class AlgorithmConfig:
 
     sampler_correction_cap: float = 0.0
     """Weigh each token's policy loss by p_old / p_sampler, at most this: 2 = truncated importance
-    sampling, inf = decoupled PPO. 0 = off."""
+    sampling, inf = decoupled PPO. With --ratio-level sequence that is one ratio for a sequence,
+    too. 0 = off."""
 
     advantage_baseline: Baseline = "group-mean"
     """What is subtracted from an episode's reward: nothing, the mean of its group (the episodes of
@@ -101,8 +102,9 @@ class AlgorithmConfig:
     longest response."""
 
     zero_variance_groups: Literal["train", "drop"] = "train"
-    """Groups whose rewards are all equal, so without advantage: kept (they count in the mean and
-    feel the KL and entropy terms), or left out. Both are counted in the metrics."""
+    """Groups whose rewards are all equal before --overlong-penalty and KL are subtracted, so that
+    their answers say nothing: kept (they count in the mean and feel the penalties, the KL and
+    entropy terms), or left out. Both are counted in the metrics."""
 
     @property
     def needs_reference(self) -> bool:

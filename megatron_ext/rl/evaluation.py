@@ -50,16 +50,19 @@ class Evaluator:
             )
             episodes = play(policy, runner, starts, version=version, phases=phases)
             kept += episodes
-            found |= _metrics(episodes, samples=samples, end=end)
+            found |= _metrics(episodes, samples=samples, end=end, is_writer=policy.is_writer)
         return found | {"eval_seconds": phases.metrics()["seconds"]}, kept
 
 
-def _metrics(episodes: Sequence[Episode], *, samples: int, end: str) -> dict[str, float]:
+def _metrics(
+    episodes: Sequence[Episode], *, samples: int, end: str, is_writer: bool
+) -> dict[str, float]:
     """Pass rates with intervals, of all tasks and of each family; none if every episode failed."""
     try:
         result = summarize(episodes, ks=(1, samples) if samples > 1 else (1,))
     except ValueError as error:
-        logger.warning("nothing to evaluate: %s", error)
+        if is_writer:
+            logger.warning("nothing to evaluate: %s", error)
         return {f"eval_failed_episodes{end}": len(episodes)}
     return _named(result, end=end)
 

@@ -1,7 +1,8 @@
 """Which episodes are trained, and a count for each reason why one is not.
 
 An episode that is not trained is not packed, so it takes no time and is not in N.  It is counted
-under the first reason that holds: invalid, zero-variance, overlong.
+under the first reason that holds: invalid, zero-variance, overlong.  Rewards here are those that
+were earned, before any shaping.
 Invariant the tests check: trained and the reasons add up to all episodes; counts of ranks add up.
 """
 

@@ -1,7 +1,7 @@
 """The loop of every algorithm: roll out, score, learn, and the next rollout has the new weights.
 
     loop = ReinforcementLoop(policy=policy, source=source, ...)
-    metrics = loop.step(7, consumed=768)        # collective, the same on every rank
+    metrics = loop.step(7, consumed=768)        # collective, the same on every rank but for clocks
 
 A step depends on the weights, the run's seed and its place in the sequence of tasks, and on nothing
 else: a run that was killed, in a rollout too, does the same step again after it resumed.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.environments.base import TaskSource
+from megatron_ext.environments.calls import TimedCalls
 from megatron_ext.environments.runner import EpisodeRunner
 from megatron_ext.environments.seeds import derived_seed
 from megatron_ext.rl.config import AlgorithmConfig
@@ -21,12 +22,7 @@ from megatron_ext.rl.learning import Planner, learn
 from megatron_ext.rl.loop_config import LoopConfig
 from megatron_ext.rl.phases import Phases
 from megatron_ext.rl.policy import Policy
-from megatron_ext.rl.rollouts import (
-    EnvironmentClock,
-    play,
-    step_starts,
-    with_shuffled_rewards,
-)
+from megatron_ext.rl.rollouts import play, step_starts, with_shuffled_rewards
 from megatron_ext.rl.step_metrics import learning_metrics, rollout_metrics
 from megatron_ext.rl.transcripts import Transcripts
 from megatron_ext.rl.watch import Watch
@@ -39,8 +35,6 @@ class ReinforcementLoop:
     policy: Policy
     source: TaskSource
     runner: EpisodeRunner
-    environment_clock: EnvironmentClock
-    """What made the runner's environments."""
     evaluator: Evaluator | None
     algorithm: AlgorithmConfig
     config: LoopConfig
@@ -51,6 +45,13 @@ class ReinforcementLoop:
     """Episodes of a step."""
     max_response_tokens: int
     seed: int
+    timed_calls: TimedCalls | None = None
+    """The threads of the runners; None = environments are called in place."""
+
+    def close(self) -> None:
+        """End the threads of the environments."""
+        if self.timed_calls is not None:
+            self.timed_calls.close()
 
     def step(self, number: int, *, consumed: int) -> dict[str, float]:
         """One step; `number` counts from 1, `consumed` are the episodes before it.  Collective.
@@ -68,7 +69,7 @@ class ReinforcementLoop:
             seed=self.seed,
         )
         episodes = play(self.policy, self.runner, starts, version=number - 1, phases=phases)
-        phases.seconds["reward"] = self.environment_clock.take()
+        phases.seconds["reward"] = sum(e.environment_seconds for e in episodes)
         found = rollout_metrics(episodes)
         if self.config.shuffle_rewards:
             episodes = with_shuffled_rewards(episodes, seed=derived_seed(self.seed, number, 2))

@@ -13,6 +13,7 @@ Legend: B rows, S positions of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -116,20 +117,21 @@ class PolicyObjective:
             old_logp = kept(SAMPLER_LOGPROBS)
         else:  # of the only update, or of a loss that has no ratio
             old_logp = logp.detach()
+        ratio_of = log_ratio
         if config.ratio_level == "sequence":
             ids = sequence_ids(microbatch)
-            log_r = sequence_log_ratio(logp, old_logp, trained_T=is_trained, sequence_T=ids)
-        else:
-            log_r = log_ratio(logp, old_logp)
+            ratio_of = partial(sequence_log_ratio, trained_T=is_trained, sequence_T=ids)
+        sampler_logp = kept(SAMPLER_LOGPROBS)
         return _Tokens(
             is_trained=is_trained,
             logp=logp,
             old_logp=old_logp,
             trainer_logp=logp.detach() if config.old_policy == "sampler" else old_logp,
-            sampler_logp=kept(SAMPLER_LOGPROBS),
+            sampler_logp=sampler_logp,
             reference_logp=kept(REFERENCE_LOGPROBS) if config.has_kl_loss else None,
             advantage=kept(ADVANTAGES),
-            log_ratio=log_r,
+            log_ratio=ratio_of(logp, old_logp),
+            sampler_log_ratio=ratio_of(old_logp, sampler_logp),
         )
 
     def _policy(self, tokens: _Tokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -152,7 +154,7 @@ class PolicyObjective:
                 statistics |= losses.weight_clip_fractions(ratio, **clip)
         if config.sampler_correction_cap:
             cap = config.sampler_correction_cap
-            weight = sampler_weight(tokens.old_logp, tokens.sampler_logp, cap=cap)
+            weight = sampler_weight(tokens.sampler_log_ratio, cap=cap)
             loss = loss * weight
             statistics["sampler_weight"] = weight
             statistics["sampler_weight_capped"] = (weight >= cap).to(weight.dtype)
@@ -172,6 +174,9 @@ class _Tokens:
     reference_logp: Tensor | None
     advantage: Tensor
     log_ratio: Tensor
+    """To the old policy: of the token, or of its sequence (--ratio-level)."""
+    sampler_log_ratio: Tensor
+    """The same from the old policy to the sampler."""
 
 
 def _drift(tokens: _Tokens) -> dict[str, Tensor]:

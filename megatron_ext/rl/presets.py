@@ -1,7 +1,8 @@
 """What `--algorithm` sets: one row of option values for each name, with its source.
 
 A row becomes the defaults of the command-line parser, so a flag that the user gives wins; what it
-replaced is told by `overridden`.  Options are those of `AlgorithmConfig` and --loss-normalization.
+replaced is told by `overridden`, in the log and in config.json.  Options are those of
+`AlgorithmConfig` and --loss-normalization.
 Invariants the tests check: every name is an option, and every row passes `problems`.
 """
 
@@ -98,10 +99,14 @@ def preset_defaults(algorithm: str | None) -> OptionValues:
     return PRESETS.get(algorithm or "", {})
 
 
-def overridden(algorithm: str, values: Mapping[str, object]) -> list[str]:
-    """One sentence for each option of the preset that has another value in `values`."""
-    return [
-        f"--{name.replace('_', '-')} {values[name]} replaces {value} of --algorithm {algorithm}."
+def overridden(algorithm: str, values: Mapping[str, object]) -> str | None:
+    """One line with each option of the preset that has another value in `values`; None = none has.
+
+    For example "preset grpo: --clip-high 0.28 (preset 0.2), --kl-coefficient 0.0 (preset 0.04)".
+    """
+    changed = [
+        f"--{name.replace('_', '-')} {values[name]} (preset {value})"
         for name, value in preset_defaults(algorithm).items()
         if name in values and values[name] != value
     ]
+    return f"preset {algorithm}: {', '.join(changed)}" if changed else None

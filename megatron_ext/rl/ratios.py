@@ -65,10 +65,14 @@ def sequence_ids(microbatch: Microbatch) -> Tensor:
     return row.view_as(tokens_BS)
 
 
-def sampler_weight(old_logp_T: Tensor, sampler_logp_T: Tensor, *, cap: float) -> Tensor:
+def sampler_weight(log_ratio_T: Tensor, *, cap: float) -> Tensor:
     """min(p_old / p_sampler, cap) [T], a constant: what corrects for tokens another policy drew.
 
     cap: inf = the weight of decoupled PPO (AReaL 2025, eq. 5); finite = truncated importance
     sampling, for the gap between a sampler and a trainer of the same weights (Yao et al. 2025).
+    log_ratio_T: log p_old - log p_sampler of tokens, or of sequences where the loss has the ratio
+    of sequences.  That ratio r depends on all n tokens: with weights w_t of tokens, the loss would
+    have the gradient mean(w) f'(r) r / n, and token t would get w_t f'(r) r / n.  Equal weights in
+    a sequence make them one, and r w is the sequence's ratio to the sampler below the cap.
     """
-    return log_ratio(old_logp_T, sampler_logp_T).exp().clamp(max=cap).detach()
+    return log_ratio_T.exp().clamp(max=cap).detach()

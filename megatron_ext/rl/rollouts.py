@@ -7,20 +7,12 @@ depends on nothing else, not on the layout, and not on whether the run was inter
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from megatron_ext.environments.base import (
-    Environment,
-    EpisodeStart,
-    Observation,
-    TaskSource,
-)
+from megatron_ext.environments.base import EpisodeStart, TaskSource
 from megatron_ext.environments.episode import Episode
 from megatron_ext.environments.runner import EpisodeRunner
 from megatron_ext.environments.seeds import derived_seed
@@ -68,53 +60,3 @@ def with_shuffled_rewards(episodes: Sequence[Episode], *, seed: int) -> list[Epi
         place: episodes[places[other]].reward for place, other in zip(places, order, strict=True)
     }
     return [replace(e, reward=given.get(i, e.reward)) for i, e in enumerate(episodes)]
-
-
-class EnvironmentClock:
-    """Seconds that environments and rewards took, added up over their threads."""
-
-    def __init__(self, new_environment: Callable[[], Environment]) -> None:
-        self._new_environment = new_environment
-        self._lock = threading.Lock()
-        self._seconds = 0.0
-
-    def __call__(self) -> Environment:
-        """A new environment whose calls are timed."""
-        return _TimedEnvironment(self._new_environment(), self._add)
-
-    def take(self) -> float:
-        """Seconds since the last call of this."""
-        with self._lock:
-            seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def _add(self, seconds: float) -> None:
-        with self._lock:
-            self._seconds += seconds
-
-
-class _TimedEnvironment:
-    """An environment that reports how long its calls took."""
-
-    def __init__(self, environment: Environment, add: Callable[[float], None]) -> None:
-        self._environment = environment
-        self._add = add
-        self.is_instant = environment.is_instant
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return self._environment.stop_ids
-
-    def reset(self, task: Any, *, seed: int) -> Sequence[int]:
-        started = time.perf_counter()
-        try:
-            return self._environment.reset(task, seed=seed)
-        finally:
-            self._add(time.perf_counter() - started)
-
-    def step(self, sampled: Sequence[int]) -> Observation:
-        started = time.perf_counter()
-        try:
-            return self._environment.step(sampled)
-        finally:
-            self._add(time.perf_counter() - started)

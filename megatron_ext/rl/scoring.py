@@ -1,8 +1,9 @@
 """From the outcomes of a step's episodes to what is trained with which advantage.
 
-Idea: shape the rewards (overlong penalty, KL), select the episodes, then form the advantages; the
-order matters, as masked episodes count in their group's baseline and dropped groups are judged by
-the shaped rewards.
+Idea: select the episodes by the rewards as they were earned, shape the rewards (overlong penalty,
+KL), then form the advantages.  Filters and counts never see the shaping: a group whose answers are
+all right or all wrong says nothing, whatever lengths and KL add (DAPO 2025, eq. 11).  Masked
+episodes count in their group's baseline.
 Invariant the tests check: the parts applied by hand.
 
 Legend: E episodes of this rank.
@@ -34,6 +35,8 @@ class Scored:
     """Rewards after shaping, float64."""
     counts: dict[str, int]
     """See `select_episodes`; to be added over ranks."""
+    shaping: dict[str, float]
+    """Metrics of what shaping did, of the options that are on; empty without a shaped episode."""
 
 
 def score_episodes(
@@ -58,15 +61,14 @@ def score_episodes(
     if config.has_kl_reward:
         assert kl_E is not None, "--kl-placement reward needs the KL of each episode"
         rewards_E = rewards_E - config.kl_coefficient * kl_E
-    shaped = replace(episodes, rewards_E=rewards_E)
     selection = select_episodes(
-        shaped,
+        episodes,
         overlong_episodes=config.overlong_episodes,
         zero_variance_groups=config.zero_variance_groups,
     )
     return Scored(
         advantages_E=advantages(
-            shaped,
+            replace(episodes, rewards_E=rewards_E),
             is_trained_E=selection.is_trained_E,
             baseline=config.advantage_baseline,
             normalization=config.advantage_normalization,
@@ -75,4 +77,27 @@ def score_episodes(
         is_trained_E=selection.is_trained_E,
         rewards_E=rewards_E,
         counts=selection.counts,
+        shaping=_shaping(
+            episodes, config, rewards_E=rewards_E, kl_E=kl_E, is_trained_E=selection.is_trained_E
+        ),
     )
+
+
+def _shaping(
+    episodes: Episodes,
+    config: AlgorithmConfig,
+    *,
+    rewards_E: Tensor,
+    kl_E: Tensor | None,
+    is_trained_E: Tensor,
+) -> dict[str, float]:
+    """Mean shaped reward of the valid episodes; KL per trained token, as --kl-placement loss has it
+    in the first update."""
+    found: dict[str, float] = {}
+    valid_E = episodes.is_valid_E
+    if (config.overlong_penalty or config.has_kl_reward) and valid_E.any():
+        found["shaped_reward_mean"] = float(rewards_E[valid_E].mean())
+    if config.has_kl_reward and kl_E is not None and is_trained_E.any():
+        num_tokens = episodes.num_tokens_E[is_trained_E].sum().clamp(min=1)
+        found["kl_reference"] = float(kl_E[is_trained_E].sum() / num_tokens)
+    return found

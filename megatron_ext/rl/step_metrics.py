@@ -68,6 +68,7 @@ def learning_metrics(learned: Learned) -> dict[str, float]:
         "updates": len(updates),
         "tokens": learned.num_tokens,
         "trained_tokens": sum(u.num_trained for u in updates),
+        **scored.shaping,
     }
     if not updates:
         return found

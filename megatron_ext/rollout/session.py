@@ -62,6 +62,11 @@ class RolloutSession:
         return replace(self._stats, positions_shared=self._scheduler.positions_shared)
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._decoder.vocab_size
+
+    @property
     def num_unfinished(self) -> int:
         """Sequences that are being sampled or wait for it."""
         return sum(s.is_running for s in self._sequences.values())

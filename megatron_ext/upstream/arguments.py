@@ -43,7 +43,7 @@ from megatron_ext.report.config import ReportConfig
 from megatron_ext.rewards.config import RewardConfig
 from megatron_ext.rl.config import AlgorithmConfig
 from megatron_ext.rl.loop_config import LoopConfig
-from megatron_ext.rl.presets import preset_defaults
+from megatron_ext.rl.presets import overridden, preset_defaults
 from megatron_ext.rollout.config import RolloutConfig
 from megatron_ext.upstream.command_line import CommandLine
 from megatron_ext.upstream.config import CheckpointConfig, LatentConfig
@@ -110,8 +110,11 @@ class Options:
         return 1.0 if is_supervised else self.rollout.rollout_temperature
 
     def as_record(self) -> dict[str, object]:
-        """Every option and its value, ours included, for the run's record."""
-        return {name: value for name, value in vars(self.megatron).items() if name[0] != "_"}
+        """Every option and its value, ours included, for the run's record; `changed_preset` says
+        in which of them --algorithm was overruled."""
+        values = {name: value for name, value in vars(self.megatron).items() if name[0] != "_"}
+        changed = overridden(self.algorithm.algorithm, values)
+        return values | ({"changed_preset": changed} if changed else {})
 
 
 @cache

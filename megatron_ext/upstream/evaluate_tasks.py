@@ -93,28 +93,28 @@ def evaluate_tasks(options: Options, sampled: Sampled) -> Played:
         starts = evaluation_starts(tasks, samples=sampled.samples, seed=sampled.seed)
         decoder = open_sampler(options)
         layout = decoder.layout
+        bar = SamplingBar(
+            total=-(-len(starts) // layout.dp_size),
+            unit="episode",
+            is_shown=decoder.is_driver and layout.dp_rank == 0,
+        )
         timed_calls = TimedCalls(
             workers=environments.environment_workers,
             time_limit=environments.environment_time_limit,
         )
-        runner = EpisodeRunner(
-            source.environment,
-            limits=environments.limits(
-                max_new_tokens=options.rollout.rollout_max_new_tokens,
-                max_context=options.megatron.seq_length,
-            ),
-            sampling=options.rollout.sampling,
-            timed_calls=timed_calls,
-        )
-        with SamplingBar(
-            total=-(-len(starts) // layout.dp_size),
-            unit="episode",
-            is_shown=decoder.is_driver and layout.dp_rank == 0,
-        ) as bar:
+        with timed_calls, bar:
+            runner = EpisodeRunner(
+                source.environment,
+                limits=environments.limits(
+                    max_new_tokens=options.rollout.rollout_max_new_tokens,
+                    max_context=options.megatron.seq_length,
+                ),
+                sampling=options.rollout.sampling,
+                timed_calls=timed_calls,
+            )
             engine = RolloutEngine(decoder, options.rollout)
             found = play_on_replicas(engine, runner, starts, layout, on_episode=_shown(bar))
             seconds = bar.seconds
-        timed_calls.close()
     return Played(
         evaluation=summarize(found, ks=sampled.ks, group_by=sampled.group_by),
         episodes=found,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_ext.environments.arithmetic import MAX_CONTEXT
 from megatron_ext.environments.arithmetic_tasks import TOKENIZER
-from megatron_ext.environments.base import Environment, EpisodeLimits, TaskSource
+from megatron_ext.environments.base import EpisodeLimits, TaskSource
 from megatron_ext.environments.calls import TimedCalls
 from megatron_ext.environments.codecs import ModelCodec, open_codec
 from megatron_ext.environments.runner import EpisodeRunner
@@ -18,7 +19,6 @@ from megatron_ext.rewards.verifiers import Verifiers
 from megatron_ext.rl.evaluation import Evaluator
 from megatron_ext.rl.learning import Planner
 from megatron_ext.rl.loop import ReinforcementLoop
-from megatron_ext.rl.rollouts import EnvironmentClock
 from megatron_ext.rl.transcripts import Transcripts
 from megatron_ext.rl.watch import Watch
 from megatron_ext.rollout.types import SamplingParams
@@ -26,6 +26,8 @@ from megatron_ext.upstream.arguments import Options
 from megatron_ext.upstream.layout import Layout
 from megatron_ext.upstream.learner import MegatronLearner
 from megatron_ext.upstream.microbatches import replica_of
+
+logger = logging.getLogger(__name__)
 
 MEGABYTE = 1_000_000
 
@@ -112,19 +114,20 @@ def open_loop(
         ValueError: the tasks cannot be opened, or there are too few held-out ones.
     """
     args, config, tasks = options.megatron, options.loop, options.environments
+    if learner.is_writer and (changed := options.as_record().get("changed_preset")):
+        logger.warning("%s", changed)
     source, decode = open_tasks(options, verify)
     limits = episode_limits(options)
-    clock = EnvironmentClock(source.environment)
     calls = None
     if not source.environment().is_instant:
         calls = TimedCalls(
             workers=tasks.environment_workers, time_limit=tasks.environment_time_limit
         )
 
-    def runner(
-        sampling: SamplingParams, new_environment: Callable[[], Environment] = source.environment
-    ) -> EpisodeRunner:
-        return EpisodeRunner(new_environment, limits=limits, sampling=sampling, timed_calls=calls)
+    def runner(sampling: SamplingParams) -> EpisodeRunner:
+        return EpisodeRunner(
+            source.environment, limits=limits, sampling=sampling, timed_calls=calls
+        )
 
     evaluator = None
     if config.eval_every:
@@ -138,8 +141,7 @@ def open_loop(
     return ReinforcementLoop(
         policy=learner,
         source=source,
-        runner=runner(options.rollout.sampling, clock),
-        environment_clock=clock,
+        runner=runner(options.rollout.sampling),
         evaluator=evaluator,
         algorithm=options.algorithm,
         config=config,
@@ -156,4 +158,5 @@ def open_loop(
         batch_size=args.global_batch_size,
         max_response_tokens=options.rollout.rollout_max_new_tokens,
         seed=args.seed,
+        timed_calls=calls,
     )

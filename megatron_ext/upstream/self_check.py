@@ -29,10 +29,12 @@ from megatron_ext.upstream.self_check_setup import (
     Line,
     Setup,
     dense_logprobs,
+    judged,
     packed_row,
     plan_of,
     ragged_samples,
     random_tokens,
+    skipped,
 )
 from megatron_ext.upstream.self_check_update import update_is_single_process
 
@@ -60,17 +62,17 @@ def against_transformers(setup: Setup) -> Line:
     if setup.options.latent.latent_layout != "none":
         name, logprobs = "log-probs equal absorbed decoding's", written_out_logprobs
     if reference is None:
-        return Line(name=name, passed=True, number="-", advice="not asked: give --reference DIR")
+        return skipped(name, reason="there is nothing to compare with: give --reference DIR")
     tokens_BS = random_tokens(setup)
     try:
         expected = on_writer(setup.layout, lambda: logprobs(reference, tokens_BS))
     except ValueError as error:
-        return Line(name=name, passed=False, number="-", advice=str(error))
+        return judged(name, passed=False, number="-", advice=str(error))
     errors = (dense_logprobs(setup, tokens_BS) - expected).abs()
     # Rounding to bf16 sends some tokens to other experts: the middle one tells.
     kind, error = ("median", errors.median()) if setup.is_half else ("max", errors.max())
-    return Line(
-        name=name,
+    return judged(
+        name,
         passed=bool(error <= setup.tolerance),
         number=f"{kind} {error:.1e} nats",
         advice="compare config.json with the one the weights came with (rope_theta, rope scaling, "
@@ -80,29 +82,34 @@ def against_transformers(setup: Setup) -> Line:
 
 def replicas_agree(setup: Setup) -> Line:
     """All ranks, given the same tokens, get the same values from their copies of the weights."""
+    name, num_ranks = "all replicas agree", torch.distributed.get_world_size()
+    if num_ranks == 1:
+        return skipped(name, reason="there is one rank, so nothing to compare")
     mine = dense_logprobs(setup, random_tokens(setup))
-    everywhere: list = [None] * torch.distributed.get_world_size()
+    everywhere: list = [None] * num_ranks
     torch.distributed.all_gather_object(everywhere, mine)
     error = max(float((other - everywhere[0]).abs().max()) for other in everywhere)
-    return Line(
-        name="all replicas agree",
+    return judged(
+        name,
         passed=error <= (setup.tolerance if setup.is_half else 1e-6),
-        number=f"max {error:.1e} nats, {len(everywhere)} ranks",
+        number=f"max {error:.1e} nats, {num_ranks} ranks",
         advice="ranks hold different weights: load the same checkpoint files on every node",
     )
 
 
 def padding_is_masked(setup: Setup) -> Line:
     """Rows of the vocabulary's padding are loud for a moment: no log-probability may notice."""
-    args = setup.options.megatron
+    args, name = setup.options.megatron, "padded vocabulary is masked"
+    if args.padded_vocab_size == args.vocab_size:
+        return skipped(name, reason="the vocabulary has no padding on this layout")
     tokens_BS = random_tokens(setup)
     before = dense_logprobs(setup, tokens_BS)
     error = 0.0
     for sign in (1.0, -1.0):
         with _LoudPadding(setup, factor=sign * _LOUD):
             error = max(error, float((dense_logprobs(setup, tokens_BS) - before).abs().max()))
-    return Line(
-        name="padded vocabulary is masked",
+    return judged(
+        name,
         passed=error == 0.0,
         number=f"{args.padded_vocab_size - args.vocab_size} rows, max {error:.1e} nats",
         advice="--vocab-size must be the checkpoint's own, without padding",
@@ -121,7 +128,7 @@ def checkpoint_round_trip(setup: Setup) -> Line:
             tensor.detach().zero_()
         load_weights(chunks, setup.layout, folder=setup.scratch / "weights")
     except (OSError, ValueError) as error:
-        return Line(name=name, passed=False, number="-", advice=f"{error}; {advice}")
+        return judged(name, passed=False, number="-", advice=f"{error}; {advice}")
     finally:
         pairs = list(zip(tensors, kept, strict=True))
         differ = sum(not torch.equal(tensor.cpu(), before) for tensor, before in pairs)
@@ -130,8 +137,8 @@ def checkpoint_round_trip(setup: Setup) -> Line:
     counts: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(counts, (differ, len(kept)))
     differ, total = (sum(numbers) for numbers in zip(*counts, strict=True))
-    return Line(
-        name=name,
+    return judged(
+        name,
         passed=differ == 0,
         number=f"{differ} of {total} tensors of all ranks differ",
         advice=advice,
@@ -141,8 +148,8 @@ def checkpoint_round_trip(setup: Setup) -> Line:
 def packing_is_exact(setup: Setup) -> Line:
     """Packed sequences have the values they have alone."""
     error = _packing_errors(setup)[RIGHT]
-    return Line(
-        name="packed = alone",
+    return judged(
+        "packed = alone",
         passed=error <= setup.tolerance,
         number=f"max {error:.1e} nats",
         advice="the attention lets sequences of a row see each other: use the local layer spec, or "
@@ -154,8 +161,8 @@ def leaks_are_seen(setup: Setup) -> Line:
     """Rows without the block mask differ clearly: the line above would notice a leak."""
     errors = _packing_errors(setup)
     smallest, limit = min(errors[way] for way in WRONG), 10 * errors[RIGHT]
-    return Line(
-        name="a leak would be seen",
+    return judged(
+        "a leak would be seen",
         passed=smallest > limit,
         number=f"{smallest:.1e} nats, right rows {errors[RIGHT]:.1e}",
         advice="this model hardly looks at its context, so that 'packed = alone' says nothing: "
@@ -174,10 +181,10 @@ def normalisation_counts(setup: Setup) -> Line:
     try:
         result = setup.stepper.forward_backward(plan.microbatches)
     except AssertionError as error:
-        return Line(name="loss / N", passed=False, number="-", advice=str(error))
+        return judged("loss / N", passed=False, number="-", advice=str(error))
     difference = abs(result.loss - expected)
-    return Line(
-        name="loss / N",
+    return judged(
+        "loss / N",
         passed=result.count == count and difference <= setup.tolerance,
         number=f"N {result.count} of {count}, loss off by {difference:.1e}",
         advice="gradients are divided by another number than the trained tokens: keep "

@@ -17,10 +17,12 @@ from megatron_ext.upstream.rollout import MegatronDecoder
 from megatron_ext.upstream.self_check_setup import (
     Line,
     Setup,
+    judged,
     packed_row,
     plan_of,
     ragged_samples,
     random_tokens,
+    skipped,
 )
 
 _PROMPTS = (3, 9, 5)
@@ -35,7 +37,7 @@ def sampler_is_trainer(setup: Setup) -> Line:
     try:
         decoder = MegatronDecoder(setup.options.megatron, setup.layout, setup.stepper.model.chunks)
     except ValueError as error:
-        return Line(name=name, passed=True, number="not asked", advice=str(error))
+        return skipped(name, reason=" ".join(str(error).split()))
     ids = random_tokens(setup).flatten().tolist()
     new_tokens = min(_NEW_TOKENS, setup.length - max(_PROMPTS))
     requests = [
@@ -44,8 +46,8 @@ def sampler_is_trainer(setup: Setup) -> Line:
     ]
     found = RolloutEngine(decoder).generate(requests)
     gaps = [_gap(setup, *pair) for pair in zip(requests, found, strict=True)]
-    return Line(
-        name=name,
+    return judged(
+        name,
         passed=max(gaps) <= setup.tolerance,
         number=f"max {max(gaps):.1e} nats",
         advice=advice,
@@ -67,8 +69,8 @@ def ratios_are_one(setup: Setup) -> Line:
     deviation = setup.stepper.forward_backward(microbatches, objective).statistics[
         "ratio_deviation"
     ]
-    return Line(
-        name="ratio 1 on policy",
+    return judged(
+        "ratio 1 on policy",
         passed=deviation <= 1e-6,
         number=f"mean |ratio - 1| {deviation:.1e}",
         advice="a forward without gradients differs from one with them: look for dropout or "

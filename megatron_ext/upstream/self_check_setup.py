@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,14 +32,29 @@ _LENGTHS = (0.9, 0.5, 0.3, 0.7, 0.2, 0.4)
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """The outcome of one question."""
+    """The outcome of one question; one that was not asked has no answer, so it is no pass."""
 
     name: str
-    passed: bool
+    status: Literal["pass", "FAIL", "skipped"]
     number: str
-    """What was measured."""
+    """What was measured; "-" = nothing was."""
     advice: str
-    """What to do if it failed, or why it was not asked."""
+    """What to do if it failed, or why it was skipped."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was asked, and answered as it should be."""
+        return self.status == "pass"
+
+
+def judged(name: str, *, passed: bool, number: str, advice: str) -> Line:
+    """The line of a question that was asked."""
+    return Line(name=name, status="pass" if passed else "FAIL", number=number, advice=advice)
+
+
+def skipped(name: str, *, reason: str) -> Line:
+    """The line of a question that was not asked."""
+    return Line(name=name, status="skipped", number="-", advice=reason)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,14 @@ from megatron_ext.rl.objective import PolicyObjective
 from megatron_ext.rl.types import ADVANTAGES, SAMPLER_LOGPROBS
 from megatron_ext.upstream.checkpoint_tensors import load_weights, on_writer, save_weights
 from megatron_ext.upstream.microbatches import to_device
-from megatron_ext.upstream.self_check_setup import Line, Setup, plan_of, ragged_samples
+from megatron_ext.upstream.self_check_setup import (
+    Line,
+    Setup,
+    judged,
+    plan_of,
+    ragged_samples,
+    skipped,
+)
 from megatron_ext.upstream.update import update
 
 NAME = "one update = one process's"
@@ -66,16 +73,16 @@ _EXACT, _HALF = 1e-4, 0.1
 def update_is_single_process(setup: Setup) -> Line:
     """Relative difference of the step of each tensor; the model is left as it was."""
     if torch.distributed.get_world_size() == 1:
-        return Line(name=NAME, passed=True, number="this is one process", advice="")
+        return skipped(NAME, reason="this is one process")
     single = setup.scratch / "single"
     try:
         on_writer(setup.layout, lambda: _run_single(setup.words, folder=single))
         worst = largest_difference(setup, single)
     except (OSError, ValueError) as error:
         advice = f"{error}; --no-single-process leaves this line out"
-        return Line(name=NAME, passed=False, number="-", advice=advice)
-    return Line(
-        name=NAME,
+        return judged(NAME, passed=False, number="-", advice=advice)
+    return judged(
+        NAME,
         passed=worst <= (_HALF if setup.is_half else _EXACT),
         number=f"relative {worst:.1e} of a tensor's step",
         advice="gradients or the optimizer depend on the layout: leave out its flags one by one "

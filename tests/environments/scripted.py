@@ -39,6 +39,7 @@ class ScriptedGenerator:
     requests: list[Request] = field(default_factory=list)
     sequences: dict[int, _Sequence] = field(default_factory=dict)
     num_steps: int = 0
+    vocab_size: int = TOKENIZER.size
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)

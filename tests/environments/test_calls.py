@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
@@ -74,6 +75,23 @@ def test_too_many_hanging_threads_are_an_error():
 def test_calls_run_side_by_side(timed):
     barrier = threading.Barrier(2)
     assert sorted(timed([barrier.wait, barrier.wait])) == [0, 1]
+
+
+def test_threads_end_with_the_calls():
+    """When they are closed, and when they are forgotten."""
+    before = set(threading.enumerate())
+    with TimedCalls(workers=2, time_limit=5) as calls:
+        calls([lambda: 1])
+        closed = set(threading.enumerate()) - before
+    calls.close()  # once more does nothing
+    forgotten = TimedCalls(workers=3, time_limit=5)
+    more = set(threading.enumerate()) - before - closed
+    del forgotten
+    gc.collect()
+    for thread in closed | more:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    assert len(closed) == 2 and len(more) == 3
 
 
 def test_limits_that_let_nothing_through_are_refused():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.environments.episode import SAMPLER_LOGPROBS, VERSIONS, EpisodeBuilder
+from megatron_ext.environments.episode import SAMPLER_LOGPROBS, EpisodeBuilder
 from megatron_ext.rl import types as rl_types
 
 IDS = st.lists(st.integers(0, 2**31), max_size=5)
@@ -74,10 +74,16 @@ def test_a_sample_has_the_same_values():
     assert sample.mask.tolist() == [False, False, True, True, False]
     assert sample.turn_ids is not None and sample.turn_ids.tolist() == [-1, -1, 0, 0, -1]
     assert sample.extras[SAMPLER_LOGPROBS].tolist() == [0, 0, -1.5, -2.5, 0]
-    assert sample.extras[VERSIONS].tolist() == [-1, -1, 3, 4, -1]
     assert sample.extras["advantages"].tolist() == [0, 0, 2.5, 2.5, 0]
     assert sample.tokens.dtype == torch.int64 and sample.mask.dtype == torch.bool
     assert SAMPLER_LOGPROBS == rl_types.SAMPLER_LOGPROBS
+    assert set(sample.extras) == {SAMPLER_LOGPROBS, "advantages"}  # all of it goes to the device
+
+
+def test_f10_versions_are_kept_for_every_token():
+    builder = EpisodeBuilder([5])
+    builder.append_sampled(range(10), logprobs=[-1.0] * 10, versions=[3] * 5 + [4] * 5)
+    assert finish(builder).versions == [-1, *[3] * 5, *[4] * 5]
 
 
 def test_each_id_needs_its_log_prob():

@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -129,7 +130,7 @@ def test_a_bad_episode_costs_itself_only(caplog):
     expected = {
         1: "OSError: no disk",
         2: "ValueError: the environment gave an empty prompt",
-        3: "ValueError: a token is not in the vocabulary",
+        3: "ValueError: the environment gave the prompt with token ids [1000], which are not in",
         4: "no result within 0.3 seconds",
         5: "ZeroDivisionError: in step",
         6: "no result within 0.3 seconds",
@@ -142,6 +143,32 @@ def test_a_bad_episode_costs_itself_only(caplog):
     assert [e.reward for e in episodes] == [1, *[0] * 8, 0.5, 1, 1]
     assert episodes[9].warnings == ("slow",)
     assert "8 of 12 episodes failed and count for nothing" in caplog.text
+
+
+def test_episodes_know_what_their_environment_took():
+    """All calls of an episode, and of one that is given up the time until then."""
+    tasks = [
+        ArithmeticTask(family="chain", start=n, operations=(("+", 7), ("+", 1))) for n in range(3)
+    ]
+
+    class Slow(ArithmeticEnvironment):
+        is_instant = False
+        never = threading.Event()
+
+        def step(self, sampled):
+            if self._task.start == 2:
+                self.never.wait()
+            time.sleep(0.02 if self._task.start else 0)
+            return super().step(sampled)
+
+    started = time.monotonic()
+    with TimedCalls(workers=3, time_limit=0.3) as timed:
+        (quick, slow, hung), _ = play(starts_of(tasks), environment=Slow, timed=timed)
+    Slow.never.set()
+    assert 0 < quick.environment_seconds < slow.environment_seconds
+    assert slow.num_turns > 1 and slow.environment_seconds >= 0.02 * slow.num_turns
+    assert 0.3 <= hung.environment_seconds <= time.monotonic() - started
+    assert replace(slow, environment_seconds=0.0) == slow  # a clock is no part of what happened
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,7 @@ def token_losses(
         slope = ratio if abs(log_ratio) <= LIMIT else 0.0
         loss, gradient = policy_loss(episode.logp[t], ratio, slope, episode.advantage, config)
         if config.sampler_correction_cap:
-            gap = limited(old(episode, t, config, updates) - episode.sampler[t])
-            weight = min(math.exp(gap), config.sampler_correction_cap)
+            weight = sampler_weights(episode, config, updates=updates)[t]
             loss, gradient = loss * weight, gradient * weight
         if config.kl_coefficient and config.kl_placement == "loss":
             term, term_slope = kl(episode.logp[t], episode.reference[t], config.kl_estimator)
@@ -102,6 +101,65 @@ def old(episode: Episode, t: int, config: AlgorithmConfig, updates: int) -> floa
     if config.old_policy == "sampler":
         return episode.sampler[t]
     return episode.old[t] if updates > 1 else episode.logp[t]
+
+
+def sampler_weights(episode: Episode, config: AlgorithmConfig, *, updates: int) -> dict[int, float]:
+    """p_old / p_sampler of every trained token, or of the sequence, at most the cap."""
+    gaps = {t: old(episode, t, config, updates) - episode.sampler[t] for t in episode.trained}
+    if config.ratio_level == "sequence" and gaps:
+        gaps = dict.fromkeys(gaps, math.fsum(gaps.values()) / len(gaps))
+    cap = config.sampler_correction_cap
+    return {t: min(math.exp(limited(gap)), cap) for t, gap in gaps.items()}
+
+
+def logged_loss(
+    logps: Sequence[Sequence[float]],
+    episodes: Sequence[Episode],
+    config: AlgorithmConfig,
+    *,
+    updates: int,
+    weigh: Callable[[Episode], float],
+) -> float:
+    """The loss of a step as a function of the policy's log-probs.
+
+    What the algorithms hold constant keeps its value at `episodes`: the old policy, the sampler's
+    weights, CISPO's clipped ratios, the entropies' own values.
+    weigh: weight of each trained token of an episode.
+    """
+    total = 0.0
+    for logp, episode in zip(logps, episodes, strict=True):
+        trained, terms = episode.trained, []
+        log_ratios = {t: logp[t] - old(episode, t, config, updates) for t in trained}
+        held = {t: episode.logp[t] - old(episode, t, config, updates) for t in trained}
+        if config.ratio_level == "sequence" and trained:
+            log_ratios = dict.fromkeys(trained, math.fsum(log_ratios.values()) / len(trained))
+        weights = dict.fromkeys(trained, 1.0)
+        if config.sampler_correction_cap:
+            weights = sampler_weights(episode, config, updates=updates)
+        for t in trained:
+            ratio, advantage = math.exp(limited(log_ratios[t])), episode.advantage
+            low, high = 1 - config.clip_low, 1 + config.clip_high
+            match config.policy_loss:
+                case "likelihood":
+                    term = -advantage * logp[t]
+                case "importance":
+                    term = -advantage * ratio
+                case "cispo":
+                    clipped_ratio = min(max(math.exp(limited(held[t])), low), high)
+                    term = -advantage * clipped_ratio * logp[t]
+                case _:
+                    term = -min(ratio * advantage, min(max(ratio, low), high) * advantage)
+                    if advantage < 0 and config.dual_clip:
+                        term = min(term, -advantage * config.dual_clip)
+            term *= weights[t]
+            if config.has_kl_loss:
+                term += (
+                    config.kl_coefficient
+                    * kl(logp[t], episode.reference[t], config.kl_estimator)[0]
+                )
+            terms.append(term - config.entropy_coefficient * episode.entropy[t])
+        total += weigh(episode) * math.fsum(terms)
+    return total
 
 
 def policy_loss(

@@ -39,9 +39,11 @@ def test_presets_differ_from_grpo_in_what_their_papers_change():
 
 
 def test_a_flag_of_the_user_wins_and_is_told():
-    values = {**preset_defaults("dapo"), "clip_high": 0.3, "unrelated": 1}
-    assert overridden("dapo", values) == ["--clip-high 0.3 replaces 0.28 of --algorithm dapo."]
-    assert overridden("dapo", preset_defaults("dapo")) == []
+    values = {**preset_defaults("dapo"), "clip_high": 0.3, "kl_coefficient": 0.1, "other": 1}
+    assert overridden("dapo", values) == (
+        "preset dapo: --clip-high 0.3 (preset 0.28), --kl-coefficient 0.1 (preset 0.0)"
+    )
+    assert overridden("dapo", preset_defaults("dapo")) is None
     assert preset_defaults("sft") == preset_defaults(None) == {}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 
 import pytest
@@ -37,6 +39,24 @@ class Hangs(Raises):
     def step(self, sampled):
         while self.place % 4 == 1 and not self.never.is_set():
             self.never.wait(0.01)
+        return OddTokens.step(self, sampled)
+
+
+class Exits(Raises):
+    """Asks one time in two for the end of the process."""
+
+    def step(self, sampled):
+        if self.place % 2:
+            os._exit(3) if self.place % 4 == 1 else sys.exit(3)
+        return OddTokens.step(self, sampled)
+
+
+class OutOfVocabulary(Raises):
+    """One place in two answers ids that are none."""
+
+    def step(self, sampled):
+        if self.place % 2:
+            return Observation(ids=[99999] if self.place % 4 == 1 else [1.5])  # type: ignore[list-item]
         return OddTokens.step(self, sampled)
 
 
@@ -106,7 +126,7 @@ def test_a_step_depends_on_its_place_only():
 
 @pytest.mark.parametrize(
     ("environment", "share"),
-    [(Raises, 0.5), (Hangs, 0.25), (TooLong, 0.25)],
+    [(Raises, 0.5), (Hangs, 0.25), (TooLong, 0.25), (Exits, 0.5), (OutOfVocabulary, 0.5)],
 )
 def test_a_bad_environment_costs_its_own_episodes(environment, share, caplog):
     policy = ToyPolicy()
@@ -136,6 +156,22 @@ def test_a_run_without_anything_to_train_ends(environment, algorithm, reason, ca
         loop.step(MOST_IDLE_STEPS, consumed=16 * MOST_IDLE_STEPS)
     assert policy.calls == ["skip"] * MOST_IDLE_STEPS
     assert policy.moved == 16 * MOST_IDLE_STEPS  # the learning rate moves on
+
+
+def test_c7_a_step_drops_flat_groups_of_different_lengths():
+    """Every reward is 1, and the penalty for length differs."""
+    config = AlgorithmConfig(
+        algorithm="dapo",
+        zero_variance_groups="drop",
+        overlong_penalty=1.0,
+        overlong_penalty_window=4,
+    )
+    policy = ToyPolicy()
+    found = loop_of(policy, environment=Constant, algorithm=config).step(1, consumed=0)
+    assert policy.calls == ["skip"]
+    assert found["response_tokens_min"] < found["response_tokens_max"]
+    assert found["reward_mean"] == 1 > found["shaped_reward_mean"]
+    assert found["dropped_episodes"] == 16 and found["zero_variance_group_share"] == 1
 
 
 def test_flat_groups_are_trained_where_another_term_pulls(caplog):

@@ -1,5 +1,8 @@
 """The objective of every algorithm equals plain Python over each episode alone, gradients too."""
 
+import math
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,16 +43,21 @@ CASES = {
 }
 
 
-def expected(episodes, config, *, updates, mode):
-    """Loss, sum of its terms' sizes and gradients of the whole step, episode by episode."""
-    tokens = [naive.token_losses(e, config, updates=updates) for e in episodes]
+def weights_of(episodes, *, mode):
+    """Weight of each trained token of an episode, by the loss law."""
     trained = [e for e in episodes if e.trained]
-    weigh = {
+    return {
         "global-token-mean": lambda e: 1 / max(sum(len(e.trained) for e in episodes), 1),
-        "sample-mean": lambda e: 1 / (len(e.trained) * len(trained)),
+        "sample-mean": lambda e: 1 / max(len(e.trained) * len(trained), 1),
         "constant": lambda e: 1 / (7 * len(trained)),
         "token-sum": lambda e: 1 / 5,
     }[mode]
+
+
+def expected(episodes, config, *, updates, mode):
+    """Loss, sum of its terms' sizes and gradients of the whole step, episode by episode."""
+    tokens = [naive.token_losses(e, config, updates=updates) for e in episodes]
+    weigh = weights_of(episodes, mode=mode)
     loss, size, gradients = 0.0, 0.0, []
     for episode, (losses, slopes) in zip(episodes, tokens, strict=True):
         weight = weigh(episode) if episode.trained else 0.0
@@ -80,6 +88,98 @@ def test_loss_and_gradient_equal_plain_python(case, batch, updates, packed):
         want = torch.tensor(plain, dtype=torch.float64)
         assert_close(gradient, want, rtol=1e-6, atol=1e-9)
         assert gradient[want == 0].eq(0).all()  # exactly, where nothing is trained
+
+
+PLACEMENTS = {
+    "no KL": {"kl_coefficient": 0.0},
+    "KL in the loss": {"kl_coefficient": 0.3, "kl_placement": "loss"},
+    "KL in the reward": {"kl_coefficient": 0.3, "kl_placement": "reward"},
+}
+SAME_POLICY = ("importance-sampling",)
+"""Presets whose old policy is the sampler: there is nothing to correct, which is refused."""
+
+
+def smooth_episodes():
+    """Ragged episodes with log-ratios on both sides of every clip, none on an edge of one."""
+    draw = random.Random(5)
+
+    def near(values, most):
+        return [v + draw.choice([-1, 1]) * draw.uniform(0.05, most) for v in values]
+
+    found = []
+    for mask, advantage in (
+        ([False, True, True, True, False, True], 1.0),
+        ([False, False, True, True], -0.5),
+        ([False, True], -2.0),
+        ([False, True, True, True, True], 0.25),
+    ):
+        logp = [-draw.uniform(0.5, 3) for _ in mask]
+        found.append(
+            naive.Episode(
+                logp=logp,
+                old=near(logp, 0.6),
+                sampler=near(logp, 1.2),
+                reference=near(logp, 0.6),
+                entropy=[draw.random() for _ in mask],
+                mask=mask,
+                advantage=advantage,
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_gradient_is_that_of_the_logged_loss(name, cap, placement, updates):
+    """Against differences of the loss itself, of every combination that is not refused; with
+    `gspo` and a cap no token's weight may stand before a ratio that all tokens share."""
+    config, mode = mixed(name, sampler_correction_cap=cap, **PLACEMENTS[placement])
+    refused = config.problems(loss_normalization=mode)
+    assert bool(refused) == (cap > 0 and name in SAME_POLICY), refused
+    if refused:
+        assert "--old-policy sampler they are the same" in refused[0]
+        return
+    episodes = smooth_episodes()
+    loss, gradients = run_step(
+        PolicyObjective(config=config, updates_per_batch=updates),
+        [to_sample(episode) for episode in episodes],
+        mode=mode,
+        microbatches=[[0, 1, 2], [3]],
+        **LAWS.get(mode, {}),
+    )
+
+    def logged(logps):
+        return naive.logged_loss(
+            logps, episodes, config, updates=updates, weigh=weights_of(episodes, mode=mode)
+        )
+
+    at = [episode.logp for episode in episodes]
+    assert loss == pytest.approx(logged(at), rel=1e-6, abs=1e-7)  # weights are float32
+    for gradient, plain in zip(gradients, naive.numerical_gradient(logged, at), strict=True):
+        # central differences of step 1e-6 are good to about 1e-8 here
+        assert_close(gradient, torch.tensor(plain, dtype=torch.float64), rtol=1e-5, atol=1e-7)
+
+
+def test_gspo_corrected_without_a_cap_is_gspo_against_the_sampler():
+    """The weight of a sequence is a ratio of the same kind: the product leaves out the old one."""
+    changes = {"policy_loss": "importance", "sampler_correction_cap": math.inf}
+    config, mode = mixed("gspo", **changes)
+    direct, _ = mixed("gspo", policy_loss="importance", old_policy="sampler")
+    samples = [to_sample(episode) for episode in smooth_episodes()]
+    found, want = (
+        run_step(
+            PolicyObjective(config=c, updates_per_batch=2),
+            samples,
+            mode=mode,
+            microbatches=[[0, 1, 2, 3]],
+        )
+        for c in (config, direct)
+    )
+    assert found[0] == pytest.approx(want[0], rel=1e-12)
+    for a, b in zip(found[1], want[1], strict=True):
+        assert_close(a, b, rtol=1e-12, atol=0)
 
 
 @settings(max_examples=30, deadline=None)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron_ext.environments.arithmetic import ArithmeticSource
 from megatron_ext.environments.arithmetic_demonstrations import demonstrate
-from megatron_ext.rl.rollouts import EnvironmentClock, step_starts, with_shuffled_rewards
+from megatron_ext.rl.rollouts import step_starts, with_shuffled_rewards
 
 SOURCE = ArithmeticSource(seed=1)
 
@@ -41,16 +41,3 @@ def test_shuffled_rewards_are_those_of_the_batch():
     assert [replace(e, reward=0.0) for e in shuffled] == [replace(e, reward=0.0) for e in episodes]
     assert with_shuffled_rewards(episodes, seed=3) == shuffled
     assert with_shuffled_rewards(episodes, seed=4) != shuffled
-
-
-def test_environments_are_timed_and_otherwise_themselves():
-    clock = EnvironmentClock(SOURCE.environment)
-    plain, timed = SOURCE.environment(), clock()
-    task = SOURCE.train(0)
-    assert timed.is_instant == plain.is_instant
-    assert timed.stop_ids == plain.stop_ids
-    ids = timed.reset(task, seed=1)
-    assert ids == plain.reset(task, seed=1)
-    assert timed.step(ids[:1]) == plain.step(ids[:1])
-    assert clock.take() > 0
-    assert clock.take() == 0

@@ -19,7 +19,6 @@ from megatron_ext.rl.loop import ReinforcementLoop
 from megatron_ext.rl.loop_config import LoopConfig
 from megatron_ext.rl.objective import PolicyObjective
 from megatron_ext.rl.policy import Update
-from megatron_ext.rl.rollouts import EnvironmentClock
 from megatron_ext.rl.transcripts import Transcripts
 from megatron_ext.rl.types import ADVANTAGES
 from megatron_ext.rl.watch import Watch
@@ -61,11 +60,11 @@ class ToyPolicy:
         self.calls.append("train")
         self.trained.append(list(microbatches))
         self.moved += num_samples
-        missing = [n for m in microbatches for n in objective.extras if n not in m.extras]
-        assert not missing, missing
+        for microbatch in microbatches:  # what nothing reads is not copied to the device
+            assert set(microbatch.extras) == set(objective.extras)
         return Update(
             loss=0.0,
-            statistics=dict.fromkeys(objective.statistics, 0.0),
+            statistics=statistics_of(microbatches, objective),
             num_trained=sum(int((m.weights_BS != 0).sum()) for m in microbatches),
             num_positions=sum(m.num_positions for m in microbatches),
             grad_norm=0.0,
@@ -81,6 +80,19 @@ class ToyPolicy:
         """The different advantages that were trained."""
         rows = [m for some in self.trained for m in some]
         return sorted({x for m in rows for x in m.extras[ADVANTAGES][m.weights_BS != 0].tolist()})
+
+
+def statistics_of(microbatches: list[Microbatch], objective: PolicyObjective) -> dict[str, float]:
+    """Means over the trained tokens, of log-probs that are all -3."""
+    sums, count = dict.fromkeys(objective.statistics, 0.0), 0
+    for microbatch in microbatches:
+        logprobs_BS = torch.full(microbatch.weights_BS.shape, -3.0)
+        terms = objective(logprobs_BS, microbatch, entropy_BS=-logprobs_BS)
+        is_trained_BS = microbatch.weights_BS != 0
+        count += int(is_trained_BS.sum())
+        for name, values_BS in terms.statistics.items():
+            sums[name] += float(values_BS[is_trained_BS].sum())
+    return {name: total / max(count, 1) for name, total in sums.items()}
 
 
 class OneTask:
@@ -128,7 +140,6 @@ def loop_of(
 ) -> ReinforcementLoop:
     """A loop of 16 episodes a step in groups of 4."""
     algorithm = algorithm or AlgorithmConfig(algorithm="grpo-plus")
-    clock = EnvironmentClock(environment)
     packing = PackingConfig(packing=True)
 
     def plan(samples, size=None):
@@ -145,11 +156,10 @@ def loop_of(
         policy=policy,
         source=Source(environment),
         runner=EpisodeRunner(
-            clock,
+            environment,
             limits=EpisodeLimits(max_new_tokens=4, max_context=CONTEXT),
             timed_calls=TimedCalls(workers=2, time_limit=time_limit),
         ),
-        environment_clock=clock,
         evaluator=None,
         algorithm=algorithm,
         config=LoopConfig(group_size=4, **config),

@@ -17,12 +17,12 @@ from megatron_ext.upstream import self_check
 from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.evaluate import parse_for_evaluation
 from megatron_ext.upstream.self_check import LINES, Line, run_checks
-from megatron_ext.upstream.self_check_setup import Setup, open_setup
+from megatron_ext.upstream.self_check_setup import Setup, judged, open_setup, skipped
 from megatron_ext.upstream.self_check_update import largest_difference, write_update
 from tests.marks import slow_except
 from tests.ranks import ROOT, RankPool
 from tests.weights.tiny_models import MODELS, save
-from tools.self_check import table_row
+from tools.self_check import summary, table_row
 
 TRANSFORMERS = "log-probs equal transformers'"
 
@@ -68,8 +68,58 @@ def test_sound_checkpoint_passes(ranks: RankPool, folder: Path, tmp_path: Path, 
     for lines in results:
         assert lines == results[0]
         assert len(lines) == len(LINES) - (layout != "tp2 sp")
-        assert [line for line in lines if not line.passed] == []
-        assert all(line.number != "-" for line in lines)
+        assert [line for line in lines if line.status == "FAIL"] == []
+        alone = {"all replicas agree"} if layout == "one rank" else set()
+        assert {line.name for line in lines if line.status == "skipped"} == alone
+        for line in lines:
+            assert (line.number == "-") == (line.status == "skipped")
+            row = table_row(line)
+            assert row.startswith(line.status)
+            assert (line.advice in row) == (line.status == "skipped")
+
+
+def skipped_lines(model: Path, scratch: Path) -> list[Line]:
+    """Of a set-up in which nothing can be compared, sampled or masked."""
+    with device_mode():
+        setup = opened(model, reference=None, scratch=scratch)
+        args = setup.options.megatron
+        args.context_parallel_size, args.padded_vocab_size = 2, args.vocab_size
+        checks = (
+            self_check.against_transformers,
+            self_check.replicas_agree,
+            self_check.padding_is_masked,
+            self_check.sampler_is_trainer,
+            self_check.update_is_single_process,
+        )
+        return [check(setup) for check in checks]
+
+
+@pytest.mark.slow
+def test_d3_a_check_that_was_not_made_is_skipped_with_its_reason(
+    ranks: RankPool, folder: Path, tmp_path: Path
+):
+    (lines,) = ranks(1).run(skipped_lines, folder, tmp_path, timeout=110)
+    reasons = (
+        "there is nothing to compare with: give --reference DIR",
+        "there is one rank, so nothing to compare",
+        "the vocabulary has no padding on this layout",
+        "the model cannot sample: --context-parallel-size 2: decoding needs whole sequences",
+        "this is one process",
+    )
+    for line, reason in zip(lines, reasons, strict=True):
+        assert (line.status, line.passed, line.number) == ("skipped", False, "-")
+        row = table_row(line)
+        assert row.startswith(f"skipped  {line.name}") and reason in row
+    assert summary(lines) == "0 pass, 0 FAIL, 5 skipped"
+
+
+def test_d3_rows_say_what_became_of_a_check():
+    fine = judged("name", passed=True, number="max 1", advice="mend it")
+    bad = judged("name", passed=False, number="max 9", advice="mend it")
+    assert table_row(fine).split() == ["pass", "name", "max", "1"]
+    assert table_row(bad).split() == ["FAIL", "name", "max", "9", "mend", "it"]
+    assert table_row(skipped("name", reason="no")).split() == ["skipped", "name", "-", "no"]
+    assert summary([fine, bad, fine]) == "2 pass, 1 FAIL, 0 skipped"
 
 
 def change_rope_base(folder: Path) -> None:

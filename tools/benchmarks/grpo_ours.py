@@ -86,6 +86,11 @@ class FixedLengths:
         self._wanted = wanted
         self._generator = generator
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._generator.vocab_size
+
     def submit(self, request: Request, *, keep: bool = False) -> int:
         """Queue a sequence; its ticket."""
         length = self._wanted[request.seed, request.sample]
