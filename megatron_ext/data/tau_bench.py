@@ -8,9 +8,11 @@ Invariant the tests check: every message of a kept trial, once, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron_ext.data.json_lines import BadRecord
+from megatron_ext.data.records import check_tool_calls
 from megatron_ext.data.tool_calls import with_arguments
 
 MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
@@ -63,9 +65,21 @@ def _problems(trial: object) -> Sequence[str]:
         return [f"has no {', '.join(missing)}"]
     if not isinstance(trial["reward"], int | float):
         return ["has a reward that is not a number"]
+    if not isinstance(trial["task_id"], int | str):
+        return ["has a task_id that is neither a number nor text"]
     messages = trial["traj"]
     if not isinstance(messages, list) or not messages:
         return ["has no messages in traj"]
     if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         return ["has messages without a role in traj"]
+    return _call_problems(messages)
+
+
+def _call_problems(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    for index, message in enumerate(messages):
+        try:
+            if message.get("tool_calls") is not None:
+                check_tool_calls(message["tool_calls"], f"traj[{index}].tool_calls")
+        except BadRecord as error:
+            return [f"is bad: {error}"]
     return []

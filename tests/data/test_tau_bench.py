@@ -94,7 +94,7 @@ def test_the_tool_names_a_file_that_is_no_json(tmp_path: Path, capsys) -> None:
     source.write_text("[")
     with pytest.raises(SystemExit):
         main([str(source), str(tmp_path / "out.jsonl")])
-    assert "in.json: Expecting value" in capsys.readouterr().err
+    assert "in.json: is not JSON (Expecting value" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not REAL.is_file(), reason="shared/data/tau_bench_airline.json is not there")

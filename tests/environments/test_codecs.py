@@ -76,5 +76,5 @@ def test_a_generation_config_that_is_none(folder):
 def test_a_template_that_refuses_the_messages():
     template = "{{ raise_exception('only one user message') }}"
     codec = HuggingFaceCodec(byte_tokenizer(template=template))
-    with pytest.raises(ValueError, match="the chat template refuses the messages: only one"):
+    with pytest.raises(ValueError, match=r"the chat template refuses it \(only one"):
         codec.encode(CHAT)
