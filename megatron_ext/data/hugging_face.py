@@ -27,6 +27,16 @@ from megatron_ext.data.tokenizer import UNTRAINED, Passage
 from megatron_ext.data.tokenizer_files import Unreadable, check_tokenizer_files, template_file
 from megatron_ext.data.tool_calls import with_arguments, with_calls_as_text
 
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RecursionError,
+)
+"""What transformers raises for files that hold no tokenizer."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Keys that transformers takes for one another; templates read the first two."""
@@ -46,7 +56,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(
                 str(where[0]), gguf_file=where[1], local_files_only=True, trust_remote_code=False
             )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+    except UNREADABLE as error:
         raise ValueError(f"--tokenizer-model {model} holds no tokenizer: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(

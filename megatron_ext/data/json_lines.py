@@ -37,18 +37,19 @@ def shown(value: object) -> str:
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     """(number from 1, line) of a file's lines that are not blank.
 
-    Of a line over MAX_LINE_BYTES only that much and one byte is given, which `parse_value` refuses.
+    Of a line over MAX_LINE_BYTES only the first MAX_LINE_BYTES + 1 are given, for `parse_object` to
+    refuse.
     """
     with Path(path).open("rb") as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
-            rest = line
-            while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
-                rest = file.readline(MAX_LINE_BYTES + 1)
-            line = line.removeprefix(_BOM)
-            if line.strip():
-                yield number, line
+            rest = line if len(line) > MAX_LINE_BYTES else b""
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(2**20)
+            text = line.removeprefix(_BOM)
+            if text and not text.isspace():
+                yield number, text
 
 
 def parse_object(line: bytes | str) -> dict[str, Any]:

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_ext.data.json_lines import BadRecord
-from megatron_ext.data.records import check_tool_calls
+from megatron_ext.data.records import REASONING, check_tool_calls
 from megatron_ext.data.tool_calls import with_arguments
 
 MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
+SAID_KEYS = (*REASONING, "refusal", "function_call")
+"""Keys that are kept where they are not null: an agent's turn is trained with them, or refused."""
 
 
 def chats_of_trials(trials: object, *, min_reward: float | None = None) -> list[dict[str, Any]]:
@@ -54,7 +56,8 @@ def split_by_task(
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    return {key: message[key] for key in MESSAGE_KEYS if key in message}
+    said = {key: message[key] for key in SAID_KEYS if message.get(key) is not None}
+    return {key: message[key] for key in MESSAGE_KEYS if key in message} | said
 
 
 def _problems(trial: object) -> Sequence[str]:

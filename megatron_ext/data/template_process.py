@@ -42,12 +42,15 @@ class UnusableTemplate(ValueError):
 class ChatTemplate:
     """A template and where it was found.
 
+    process: that renders it; None = the one of all templates.
+
     Raises:
         UnusableTemplate: its text is too long.
     """
 
-    def __init__(self, source: str, *, name: str) -> None:
+    def __init__(self, source: str, *, name: str, process: TemplateProcess | None = None) -> None:
         self.source = source
+        self._process = process or _PROCESS
         self._name = name
         self._why_unusable = ""
         if len(source.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_BYTES:
@@ -71,7 +74,7 @@ class ChatTemplate:
         if self._why_unusable:
             raise UnusableTemplate(self._why_unusable)
         request = {"messages": messages, "views": list(map(asdict, views)), "variables": variables}
-        reply = _PROCESS.ask(self.source, request)
+        reply = self._process.ask(self.source, request)
         if "over" in reply:
             self._give_up(f"takes {reply['over']} to write one chat")
         for view in reply["views"]:
@@ -114,6 +117,18 @@ class TemplateProcess:
                 self._end()
                 self._owner = -1
             return reply or {"over": self._cause_of_death()}
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started last."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End the process, if there is one; a later `ask` starts another."""
+        with self._lock:
+            if self._owner == os.getpid():
+                self._end()
+                self._owner = -1
 
     def _start(self) -> None:
         paths = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])

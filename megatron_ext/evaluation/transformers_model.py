@@ -31,7 +31,7 @@ def transformers_logprobs(path: Path, tokens_BS: Tensor) -> Tensor:
             trust_remote_code=False,
             use_safetensors=True,
         )
-    except (OSError, ValueError, LookupError, ImportError) as error:
+    except (OSError, ValueError, LookupError, ImportError, RecursionError) as error:
         raise ValueError(f"transformers cannot load {path}: {error}") from error
     rows = []
     for tokens_S in tokens_BS:
