@@ -64,6 +64,7 @@ def test_n10_only_a_line_feed_ends_a_line_of_json(reader: str, tmp_path: Path) -
     assert found is None or len(found) == 2  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
 def test_a_long_line_is_refused_without_being_held(reader: str, tmp_path: Path) -> None:
     read, key, good = READERS[reader]

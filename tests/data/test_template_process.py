@@ -23,6 +23,7 @@ from tests.data.hostile import (
     tokenizer_folder,
 )
 from tests.data.tiny_tokenizer import CHATML, GENERATION, HERMES, byte_tokenizer
+from tests.marks import slow_except
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "é<", "b": [1, 2.5]}}}
 CHAT: list[dict[str, Any]] = [
@@ -92,7 +93,7 @@ def test_r13_a_template_that_reaches_out_is_refused(case: str) -> None:
     assert len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize("case", LARGE_TEMPLATES)
+@pytest.mark.parametrize("case", slow_except({"a product", "padding"}, LARGE_TEMPLATES))
 def test_r13_a_template_of_a_huge_text_is_refused(case: str, process: TemplateProcess) -> None:
     """CASES R13: within seconds and bounded memory, naming the file."""
     template = ChatTemplate(LARGE_TEMPLATES[case], name="t.jinja", process=process)
@@ -104,7 +105,7 @@ def test_r13_a_template_of_a_huge_text_is_refused(case: str, process: TemplatePr
     assert workers < 768 * 1024
 
 
-@pytest.mark.parametrize("case", ENDLESS_TEMPLATES)
+@pytest.mark.parametrize("case", slow_except({"only for one question"}, ENDLESS_TEMPLATES))
 def test_r13_an_endless_template_is_refused_once(case: str, process: TemplateProcess) -> None:
     """CASES R13: also where one conversation sets it off; nobody waits a second time."""
     template = ChatTemplate(ENDLESS_TEMPLATES[case], name="t.jinja", process=process)
@@ -148,6 +149,7 @@ def test_threads_share_the_process(process: TemplateProcess) -> None:
     assert found == {number: f"1+1?\n{number}" for number in range(4)}
 
 
+@pytest.mark.slow
 def test_a_lost_process_is_started_anew() -> None:
     process = TemplateProcess()
     template = ChatTemplate(CHATML, name="", process=process)

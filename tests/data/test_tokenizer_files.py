@@ -33,6 +33,7 @@ def test_n7_a_tokenizer_with_code_is_refused_unasked(case: str, tmp_path: Path, 
     assert not (tmp_path / "ran").exists() and agreeing.tell() == 0
 
 
+@pytest.mark.slow
 def test_n7_code_of_the_model_is_not_run_for_its_tokenizer(tmp_path: Path, agreeing) -> None:
     """CASES N7: official folders have it beside a model that transformers knows, or does not."""
     own = {"AutoConfig": "program.OwnConfig", "AutoModelForCausalLM": "program.Own"}
@@ -44,6 +45,7 @@ def test_n7_code_of_the_model_is_not_run_for_its_tokenizer(tmp_path: Path, agree
     assert agreeing.tell() == 0
 
 
+@pytest.mark.slow
 def test_n7_a_model_with_code_is_refused_unasked(tmp_path: Path, agreeing) -> None:
     """CASES N7."""
     import torch
@@ -117,6 +119,7 @@ def test_n6_what_tokenizers_cannot_read_otherwise(parts: dict, tmp_path: Path) -
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"model": 1}', "\xff", "[" * 100_000])
 def test_n6_a_tokenizer_that_is_none(text: str, tmp_path: Path) -> None:
     """CASES N6: the same for a file that is no JSON, or of something else."""
