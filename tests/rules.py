@@ -224,6 +224,17 @@ def bare_fields(node: ast.ClassDef) -> Iterator[tuple[int, str]]:
                     yield statement.lineno, ast.unparse(statement.target)
 
 
+def trusting_loads(source: str) -> list[str]:
+    """Calls of transformers that could run code from a folder, or look for one on the network."""
+    found = []
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.Call) and last_name(node.func) == "from_pretrained":
+            given = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+            if given.get("trust_remote_code") is not False or not given.get("local_files_only"):
+                found.append(f"{node.lineno}: from_pretrained may run code or ask the network")
+    return found
+
+
 def assignments_into_args(source: str) -> list[str]:
     """Values put into the parsed arguments, which others take for what the user said."""
     found = []

@@ -50,6 +50,7 @@ def outside(paths: list[str], *exceptions: str) -> list[str]:
         (rules.prints, PRODUCT),
         (rules.catches_all, EVERYTHING),
         (rules.mocks, TESTS),
+        (rules.trusting_loads, EVERYTHING),
         (rules.loose_options, [path for path in PRODUCT if path.endswith("/config.py")]),
         # parsing itself ends in arguments.py
         (rules.assignments_into_args, outside(PRODUCT, "megatron_ext/upstream/arguments.py")),
@@ -130,6 +131,12 @@ OPTIONS = "@dataclass(frozen=True, kw_only=True)\nclass Options:\n"
         (rules.loose_options, "@dataclass(frozen=False, kw_only=True)\nclass Options: ..."),
         (rules.loose_options, OPTIONS + "    a: int = 0\n    b: int = 0\n    '''Second.'''"),
         (rules.loose_options, OPTIONS + "    a: int = 0\n    '''First.'''\n    b: int = 0"),
+        (rules.trusting_loads, "AutoTokenizer.from_pretrained(x, local_files_only=True)"),
+        (rules.trusting_loads, "A.from_pretrained(x, trust_remote_code=False)"),
+        (
+            rules.trusting_loads,
+            "A.from_pretrained(x, trust_remote_code=True, local_files_only=True)",
+        ),
         (rules.assignments_into_args, "args.seq_length = 8"),
         (rules.assignments_into_args, "self.args.seq_length += 8"),
         (rules.assignments_into_args, "args.a, b = 1, 2"),
@@ -162,6 +169,10 @@ def test_a_bad_example_is_found(rule: Callable[[str], list[str]], source: str):
         (
             rules.loose_options,
             OPTIONS + "    '''All.'''\n    a: int = 0\n    '''Slots; 0 = none.'''",
+        ),
+        (
+            rules.trusting_loads,
+            "A.from_pretrained(x, trust_remote_code=False, local_files_only=True)",
         ),
         (rules.assignments_into_args, "x = args.seq_length\nargs = parse()\nmy_args.x = 1"),
         (rules.missing_docstrings, "'''Module.'''\ndef _f(): ...\nclass A:\n    '''A.'''"),

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megatron_ext.data.json_lines import parse_value
 from megatron_ext.data.tau_bench import chats_of_trials, split_by_task
 
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--valid-every {options.valid_every} leaves nothing to train: use 2 or more.")
     try:
         chats = chats_of_trials(
-            json.loads(options.input.read_text(encoding="utf-8")), min_reward=options.min_reward
+            parse_value(options.input.read_bytes()), min_reward=options.min_reward
         )
     except (OSError, ValueError) as error:
         parser.error(f"{options.input}: {error}")

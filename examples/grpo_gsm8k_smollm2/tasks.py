@@ -17,6 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.data.json_lines import numbered_lines, parse_object
 from megatron_ext.environments.gsm8k import task_of_gsm8k
 
 Record = dict[str, Any]
@@ -89,9 +90,8 @@ def main() -> None:
     if options.kind == "one-digit":
         records = one_digit_tasks()
     else:
-        lines = options.file.read_text(encoding="utf-8").splitlines()
         short = short_problems(
-            [json.loads(line) for line in lines],
+            [parse_object(line) for _, line in numbered_lines(options.file)],
             max_characters=options.max_characters,
             max_calculations=options.max_calculations,
         )

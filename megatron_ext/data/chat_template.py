@@ -15,20 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jinja2 import TemplateError
+from megatron_ext.data.left_out import calls_left_out, texts_left_out, with_marked_calls
+from megatron_ext.data.records import BadRecord, Chat, Message
 
-from megatron_ext.data.records import BadRecord, Chat, Message, call_of
 
-TEMPLATE_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
-"""What a template raises for a chat it does not expect."""
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """The beginning of a chat, to be written."""
+
+    count: int
+    """Messages, from the first."""
+    is_prompt: bool = False
+    """Whether the prompt for the next assistant turn follows."""
+    last: Message | None = None
+    """What is written instead of the last of these messages; None = the message itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,12 @@ class MarkedText:
     spans: tuple[Span, ...]
 
 
-Render = Callable[[Sequence[Message], bool], Rendering]
-"""(messages, whether the prompt for the next assistant turn follows) -> how they are written."""
+Write = Callable[[Sequence[View]], Sequence[Rendering]]
+"""How each of several views of a chat is written; raises BadRecord where the template refuses."""
 
 
 def mark_turns(
-    chat: Chat, render: Render, *, has_blocks: bool, end_tokens: Sequence[str] = ()
+    chat: Chat, write: Write, *, has_blocks: bool, end_tokens: Sequence[str] = ()
 ) -> list[MarkedText]:
     """The chat as marked texts; one, unless the template rewrites earlier turns.
 
@@ -71,27 +71,43 @@ def mark_turns(
     template, not generated, and not trained.
 
     Raises:
-        BadRecord: the template does not continue the prompt, or leaves a turn or its calls out.
+        BadRecord: the template does not continue the prompt, or leaves out a turn or a part of it.
     """
-    find = _marked_by_template if has_blocks else _after_prompt
+    trained = chat.trained()
+    views = [view for index in trained for view in _views(chat, index, has_blocks=has_blocks)]
+    written = iter(write(views))
     texts: list[MarkedText] = []
-    for index in chat.trained():
-        text, pieces = find(chat, index, render=render)
+    for index in trained:
+        before = Rendering(text="") if has_blocks and index == 0 else next(written)
+        after = next(written)
+        marked = next(written) if chat.messages[index].get("tool_calls") else after
+        find = _marked_by_template if has_blocks else _after_prompt
+        pieces = find(before, after, index=index)
         if not has_blocks:
-            pieces = [_without_trailing_space(text, piece, end_tokens) for piece in pieces]
-        _check_calls("".join(text[start:end] for start, end in pieces), chat, index)
+            pieces = [_without_trailing_space(after.text, piece, end_tokens) for piece in pieces]
+        _check_whole(chat.messages[index], before, after, marked=marked, name=f"messages[{index}]")
+        text = after.text
         continues = bool(texts) and text.startswith(texts[-1].text)
-        before = texts.pop().spans if continues else ()
-        turn = before[-1].turn + 1 if before else 0
+        earlier = texts.pop().spans if continues else ()
+        turn = earlier[-1].turn + 1 if earlier else 0
         spans = tuple(Span(start=start, end=end, turn=turn) for start, end in pieces)
-        texts.append(MarkedText(text=text[: spans[-1].end], spans=before + spans))
+        texts.append(MarkedText(text=text[: spans[-1].end], spans=earlier + spans))
     return texts
 
 
-def _after_prompt(chat: Chat, index: int, *, render: Render) -> tuple[str, list[tuple[int, int]]]:
-    """The text up to message `index`, of which all that follows its prompt was generated."""
-    prompt = render(chat.messages[:index], True).text
-    text = render(chat.messages[: index + 1], False).text
+def _views(chat: Chat, index: int, *, has_blocks: bool) -> list[View]:
+    """What stands before message `index`, with it, and with other tool calls if it has some."""
+    message = chat.messages[index]
+    before = [View(count=index, is_prompt=not has_blocks)]
+    views = [*(before if index or not has_blocks else ()), View(count=index + 1)]
+    if message.get("tool_calls"):
+        views.append(View(count=index + 1, last=with_marked_calls(message)))
+    return views
+
+
+def _after_prompt(before: Rendering, after: Rendering, *, index: int) -> list[tuple[int, int]]:
+    """All that follows the prompt was generated."""
+    prompt, text = before.text, after.text
     if not text.startswith(prompt):
         pairs = enumerate(zip(prompt, text, strict=False))
         start = max(next((i for i, (a, b) in pairs if a != b), len(text)) - 20, 0)
@@ -100,19 +116,17 @@ def _after_prompt(chat: Chat, index: int, *, render: Render) -> tuple[str, list[
             f"writes the turn as {text[start : start + 60]!r}, so that what was generated is not "
             "known. Give a --chat-template with {% generation %} blocks"
         )
-    return text, [(len(prompt), len(text))]
+    return [(len(prompt), len(text))]
 
 
 def _marked_by_template(
-    chat: Chat, index: int, *, render: Render
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text up to message `index`, and its blocks that the messages before it do not have."""
-    before = render(chat.messages[:index], False).generated if index else ()
-    rendering = render(chat.messages[: index + 1], False)
-    pieces = [piece for piece in rendering.generated[len(before) :] if piece[0] < piece[1]]
+    before: Rendering, after: Rendering, *, index: int
+) -> list[tuple[int, int]]:
+    """The blocks that the messages before do not have."""
+    pieces = [piece for piece in after.generated[len(before.generated) :] if piece[0] < piece[1]]
     if not pieces:
         raise BadRecord(f"messages[{index}] is in no {{% generation %}} block of the chat template")
-    return rendering.text, pieces
+    return pieces
 
 
 def _without_trailing_space(
@@ -125,12 +139,22 @@ def _without_trailing_space(
     return piece
 
 
-def _check_calls(generated: str, chat: Chat, index: int) -> None:
-    """Refuse a template that passes over tool calls: the turn would be trained without them."""
-    calls = chat.messages[index].get("tool_calls") or ()
-    missing = [name for call in calls if (name := call_of(call)["name"]) not in generated]
+def _check_whole(
+    message: Message, before: Rendering, after: Rendering, *, marked: Rendering, name: str
+) -> None:
+    """Refuse a template that passes over a part of a turn: it would be trained without it."""
+    start = len(before.text) if after.text.startswith(before.text) else 0
+    turn = after.text[start:]
+    missing = texts_left_out(message, prompt=after.text[:start], turn=turn)
     if missing:
         raise BadRecord(
-            f"messages[{index}]: the chat template leaves out the tool call {missing[0]}. Use "
+            f"{name}: the chat template leaves out {' and '.join(missing)}, or a part of it. Use "
+            "a --chat-template that writes it, or leave it out of the messages"
+        )
+    start = len(before.text) if marked.text.startswith(before.text) else 0
+    calls = calls_left_out(message, turn=turn, marked_turn=marked.text[start:])
+    if calls:
+        raise BadRecord(
+            f"{name}: the chat template leaves out the tool call {calls[0]}, or a part of it. Use "
             "--tool-call-format text, or a --chat-template that writes tool calls"
         )

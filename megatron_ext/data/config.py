@@ -24,7 +24,8 @@ class DataConfig:
     """What is trained on."""
 
     train_data: str | None = None
-    """File to train on. A .txt file is UTF-8 text. A .jsonl file has one JSON object a line:
+    """File to train on. A .txt file is UTF-8 text, of which a byte order mark is left out and
+    CR LF counts as LF. A .jsonl file has one JSON object a line:
     messages (a chat; only assistant turns are trained), text (all trained), or prompt and
     completion (only the completion is trained); other keys are left alone. The word
     arithmetic-demonstrations stands for demonstrations of the built-in tasks (--tasks arithmetic),
@@ -36,7 +37,8 @@ class DataConfig:
 
     text_unit: TextUnit = "window"
     """What one sample of a .txt file is: a window of --seq-length tokens, or one line (samples of
-    different lengths, cut at --seq-length)."""
+    different lengths, cut at --seq-length). Only LF or CR LF ends a line, and blank lines are left
+    out."""
 
     bad_data: BadData = "stop"
     """What happens to lines of a .jsonl file that cannot be used: stop before training and list

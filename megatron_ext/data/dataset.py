@@ -17,9 +17,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron_ext.data.config import BYTE_TOKENIZER_TYPES, DataConfig, ToolCallFormat
-from megatron_ext.data.records import BadRecord, parse_record
+from megatron_ext.data.json_lines import BadRecord, numbered_lines
+from megatron_ext.data.records import parse_record
 from megatron_ext.data.samples import samples_of, samples_of_text
 from megatron_ext.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron_ext.data.tokenizer_files import read_template
 from megatron_ext.packing.batch import Sample
 
 logger = logging.getLogger(__name__)
@@ -74,13 +76,9 @@ def open_tokenizer(
     from megatron_ext.data.hugging_face import HuggingFaceTokenizer, load_tokenizer
 
     assert model is not None, "checked with the options"
-    if chat_template is not None and "{" not in chat_template:
-        try:
-            chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--chat-template {chat_template} cannot be read: {error}") from error
+    template = read_template(chat_template)
     return HuggingFaceTokenizer(
-        load_tokenizer(model), chat_template=chat_template, tool_call_format=tool_call_format
+        load_tokenizer(model), **template, tool_call_format=tool_call_format
     )
 
 
@@ -109,7 +107,7 @@ def read_dataset(
     if path.endswith(".jsonl"):
         dataset = _read_jsonl(path, tokenizer, config, flag=flag, is_reporter=is_reporter)
     else:
-        text = _read_text(path, flag=flag)
+        text = read_text(path, flag=flag)
         samples = samples_of_text(text, tokenizer, unit=config.text_unit, seq_length=seq_length)
         dataset = Dataset(samples=samples, line_numbers=[])
     if not dataset.samples:
@@ -120,9 +118,16 @@ def read_dataset(
     return dataset
 
 
-def _read_text(path: str, *, flag: str) -> str:
+def read_text(path: str | Path, *, flag: str) -> str:
+    """A text file: UTF-8, with or without a byte order mark; "\\r\\n" ends a line as "\\n" does.
+
+    Raises:
+        ValueError: it cannot be read; names the flag.
+    """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be read: {error}.") from error
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{flag} {path} is not UTF-8 text (byte {error.start}): convert it."
@@ -138,14 +143,9 @@ def _read_jsonl(
     num_records = num_split = 0
     # disable=None shows a bar on a terminal only, delay only for files that take a while
     hidden = None if is_reporter else True
-    with (
-        Path(path).open("rb") as lines,
-        tqdm(lines, desc=f"reading {path}", unit="line", delay=2, disable=hidden) as shown,
-    ):
-        for number, line in enumerate(shown, start=1):
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if not line.strip():
-                continue
+    lines = numbered_lines(path)
+    with tqdm(lines, desc=f"reading {path}", unit="line", delay=2, disable=hidden) as shown:
+        for number, line in shown:
             num_records += 1
             try:
                 found = samples_of(parse_record(line), tokenizer)

@@ -11,35 +11,52 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_ext.data.chat_template import TEMPLATE_ERRORS, MarkedText, Rendering, mark_turns
+from megatron_ext.data.chat_template import MarkedText, Rendering, View, mark_turns
 from megatron_ext.data.config import ToolCallFormat
 from megatron_ext.data.records import BadRecord, Chat, Message
+from megatron_ext.data.template_process import ChatTemplate
 from megatron_ext.data.tokenizer import UNTRAINED, Passage
+from megatron_ext.data.tokenizer_files import Unreadable, check_tokenizer_files, template_file
 from megatron_ext.data.tool_calls import with_arguments, with_calls_as_text
 
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RecursionError,
+)
+"""What transformers raises for files that hold no tokenizer."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Keys that transformers takes for one another; templates read the first two."""
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or a GGUF file; nothing is downloaded.
+    """The tokenizer of a folder or a GGUF file; nothing is downloaded and no code in it is run.
 
     Raises:
         ValueError: there is no usable tokenizer.
     """
     path = Path(model)
+    check_tokenizer_files(path)
     where = (path.parent, path.name) if path.suffix == ".gguf" else (path, None)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(where[0]), gguf_file=where[1], local_files_only=True
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        with Unreadable(path):
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(where[0]), gguf_file=where[1], local_files_only=True, trust_remote_code=False
+            )
+    except UNREADABLE as error:
         raise ValueError(f"--tokenizer-model {model} holds no tokenizer: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(
@@ -50,13 +67,17 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
 
 
 class HuggingFaceTokenizer:
-    """A fast tokenizer; `chat_template` replaces its own."""
+    """A fast tokenizer; `chat_template` replaces its own.
+
+    template_name: where chat_template was found, for messages.
+    """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
         chat_template: str | None = None,
+        template_name: str = "--chat-template",
         tool_call_format: ToolCallFormat = "template",
     ) -> None:
         self._tokenizer: Any = tokenizer  # transformers' own types are too wide to be checked
@@ -64,13 +85,24 @@ class HuggingFaceTokenizer:
         self._tool_call_format = tool_call_format
         added = tokenizer.added_tokens_decoder.values()
         self._special = [token.content for token in added if token.special]
+        self._template_name = template_name
+        self._templates: dict[str, ChatTemplate] = {}
         self._takes_objects: dict[str, bool] = {}
 
     @property
     def start_ids(self) -> list[int]:
-        """The begin-of-text token, where the tokenizer adds one to a text."""
-        added = self._tokenizer("").input_ids
-        return [id for id in added if id == self._tokenizer.bos_token_id]
+        """What the tokenizer puts before a text, such as a begin-of-text token; often nothing.
+
+        What some put behind it, such as an end-of-text token, would end a prompt: `end_id` goes
+        where it belongs.
+        """
+        return list(self._put_before)
+
+    @cached_property
+    def _put_before(self) -> list[int]:
+        probe = self._tokenizer("a", return_special_tokens_mask=True, verbose=False)
+        is_added = [*probe.special_tokens_mask, 0]
+        return probe.input_ids[: is_added.index(0)]
 
     @property
     def end_id(self) -> int:
@@ -106,20 +138,32 @@ class HuggingFaceTokenizer:
         Raises:
             ValueError: the tokenizer has no chat template.
         """
-        template = self._template(chat)
-        messages = self._with_tool_calls(chat, template)
-        chat = Chat(messages=messages, tools=chat.tools)
+        template = self._template(chat.tools)
+        messages = self._with_tool_calls(chat.messages, template)
+        chat = Chat(messages=list(messages), tools=chat.tools)
 
-        def render(messages: Sequence[Message], is_prompt: bool) -> Rendering:
-            return self._render(template, messages, tools=chat.tools, is_prompt=is_prompt)
+        def write(views: Sequence[View]) -> list[Rendering]:
+            return self._write(template, messages, views, tools=chat.tools)
 
         texts = mark_turns(
             chat,
-            render,
-            has_blocks=bool(_GENERATION.search(template)),
+            write,
+            has_blocks=bool(_GENERATION.search(template.source)),
             end_tokens=self._special,
         )
         return [self._passages(text) for text in texts]
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a chat up to where the assistant's answer begins, as in training on it.
+
+        Raises:
+            BadRecord: the chat template does not take the messages.
+            ValueError: the tokenizer has no chat template, or it cannot be used.
+        """
+        template = self._template(None)
+        messages = self._with_tool_calls(messages, template)
+        [prompt] = self._write(template, messages, [View(count=len(messages), is_prompt=True)])
+        return self.encode(prompt.text)
 
     def _passages(self, marked: MarkedText) -> list[Passage]:
         parts, turns, done = [], [], 0
@@ -148,25 +192,32 @@ class HuggingFaceTokenizer:
             ends += accumulate((start + e for _, e in encoded.offset_mapping), max)
         return ids, ends
 
-    def _template(self, chat: Chat) -> str:
+    def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
         try:
-            return self._tokenizer.get_chat_template(self._chat_template, tools=chat.tools)
+            source = self._tokenizer.get_chat_template(self._chat_template, tools=tools)
         except ValueError as error:
             raise ValueError(
                 f"{self._name} has no chat template, so messages cannot be written: give one as "
                 "--chat-template, or use the tokenizer of a chat model."
             ) from error
+        if source not in self._templates:
+            is_own = self._chat_template is None
+            name = template_file(self._tokenizer.name_or_path) if is_own else self._template_name
+            self._templates[source] = ChatTemplate(source, name=name)
+        return self._templates[source]
 
-    def _with_tool_calls(self, chat: Chat, template: str) -> list[Message]:
-        if not any(message.get("tool_calls") for message in chat.messages):
-            return chat.messages
+    def _with_tool_calls(
+        self, messages: Sequence[Message], template: ChatTemplate
+    ) -> Sequence[Message]:
+        if not any(message.get("tool_calls") for message in messages):
+            return messages
         if self._tool_call_format == "text":
-            return with_calls_as_text(chat.messages)
-        if template not in self._takes_objects:
-            self._takes_objects[template] = self._probe_arguments(template)
-        return with_arguments(chat.messages, as_objects=self._takes_objects[template])
+            return with_calls_as_text(messages)
+        if template.source not in self._takes_objects:
+            self._takes_objects[template.source] = self._probe_arguments(template)
+        return with_arguments(messages, as_objects=self._takes_objects[template.source])
 
-    def _probe_arguments(self, template: str) -> bool:
+    def _probe_arguments(self, template: ChatTemplate) -> bool:
         """Whether the template wants a call's arguments as an object; else as JSON text."""
         call = {"name": "f", "arguments": '{"probe": "value"}'}
         call = {"id": "probe0000", "type": "function", "function": call}
@@ -178,38 +229,35 @@ class HuggingFaceTokenizer:
         for as_objects in (True, False):
             converted = with_arguments(messages, as_objects=as_objects)
             try:
-                written[as_objects] = self._render(template, converted).text
+                written[as_objects] = self._write(template, converted, [View(count=2)])[0].text
             except BadRecord:
                 written[as_objects] = ""
         return '"probe"' in written[True] or '"probe"' not in written[False]
 
-    def _render(
+    def _write(
         self,
-        template: str,
+        template: ChatTemplate,
         messages: Sequence[Message],
+        views: Sequence[View],
         *,
         tools: list[dict[str, Any]] | None = None,
-        is_prompt: bool = False,
-    ) -> Rendering:
+    ) -> list[Rendering]:
         """As transformers' apply_chat_template; a missing content (of a tool call) is empty."""
-        present = [
-            {"content": ""} | {key: value for key, value in message.items() if value is not None}
-            for message in messages
+        views = [
+            view if view.last is None else replace(view, last=_present(view.last)) for view in views
         ]
-        options: dict[str, Any] = {
-            "tools": tools,
-            "chat_template": template,
-            "return_assistant_tokens_mask": bool(_GENERATION.search(template)),
-            "add_generation_prompt": is_prompt,
-            **self._tokenizer.special_tokens_map,
-        }
-        try:
-            texts, generated = render_jinja_template([present], **options)
-        except TEMPLATE_ERRORS as error:
-            raise BadRecord(f"the chat template refuses it ({error})") from error
-        spans: Any = generated[0] if generated else ()
-        return Rendering(text=texts[0], generated=tuple(spans))
+        variables = {"tools": tools, "documents": None, **self._tokenizer.special_tokens_map}
+        return template.write(list(map(_present, messages)), views, variables=variables)
 
     @property
     def _name(self) -> str:
         return f"--tokenizer-model {self._tokenizer.name_or_path}"
+
+
+def _present(message: Message) -> Message:
+    """The message as templates get it: without nulls, its thoughts under each name."""
+    present = {"content": ""} | {key: v for key, v in message.items() if v is not None}
+    thoughts = next((present[key] for key in _THOUGHTS if key in present), None)
+    if thoughts is None:
+        return present
+    return {"thinking": thoughts} | present | {"reasoning_content": thoughts}

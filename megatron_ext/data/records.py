@@ -7,16 +7,16 @@ Not covered: content in parts (images), chats as a prompt.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_ext.data.json_lines import BadRecord, kind_of, parse_object, parse_value, shown
 
 Message = dict[str, Any]
 """One message as it was written: role, content, perhaps tool_calls, name, ..."""
 
-
-class BadRecord(ValueError):
-    """A line that cannot be trained on; says why."""
+REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
+"""Keys under which a message may have what was thought before its content was said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,13 @@ def parse_record(line: bytes | str) -> Record:
     """The record of one line.
 
     Raises:
-        BadRecord: the line is not UTF-8, not a JSON object, of no form or of several, or a value of
-            its form is missing, empty or of the wrong type.
+        BadRecord: the line is not JSON as `json_lines` accepts it, of no form or of several, or a
+            value of its form is missing, empty or of the wrong type.
     """
-    values = _parse_object(line)
+    values = parse_object(line)
     forms = [form for form, keys in FORMS.items() if any(key in values for key in keys)]
     if not forms:
-        keys = ", ".join(list(values)[:5]) or "none"
+        keys = ", ".join(key[:40] for key in list(values)[:5]) or "none"
         raise BadRecord(
             f"has none of the keys messages, text, or prompt and completion (its keys: {keys})"
         )
@@ -85,40 +85,12 @@ def call_of(tool_call: dict[str, Any]) -> dict[str, Any]:
     return tool_call.get("function", tool_call)
 
 
-def _parse_object(line: bytes | str) -> dict[str, Any]:
-    try:
-        text = line.decode("utf-8") if isinstance(line, bytes) else line
-        values = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise BadRecord(f"is not UTF-8 (byte {error.start + 1} of the line)") from error
-    except json.JSONDecodeError as error:
-        raise BadRecord(f"is not JSON ({error.msg}, column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # numbers of 5,000 digits, 10,000 brackets
-        raise BadRecord(f"is JSON beyond reason ({error})") from error
-    if not isinstance(values, dict):
-        raise BadRecord(f"is {_kind(values)}, not an object")
-    _refuse_half_characters(text, values)
-    return values
-
-
-def _refuse_half_characters(text: str, values: dict[str, Any]) -> None:
-    """JSON may escape half of a surrogate pair, which no tokenizer can encode."""
-    if "\\ud" not in text.lower():
-        return
-    try:
-        json.dumps(values, ensure_ascii=False).encode("utf-8")
-    except (UnicodeEncodeError, RecursionError) as error:
-        raise BadRecord(
-            "has half of a surrogate pair (\\ud800 to \\udfff), which is no character"
-        ) from error
-
-
 def _text(values: dict[str, Any], key: str) -> str:
     if key not in values:
         raise BadRecord(f"has no {key}")
     value = values[key]
     if not isinstance(value, str):
-        raise BadRecord(f"{key} is {_kind(value)}, not text")
+        raise BadRecord(f"{key} is {kind_of(value)}, not text")
     if not value:
         raise BadRecord(f"{key} is empty")
     return value
@@ -127,7 +99,7 @@ def _text(values: dict[str, Any], key: str) -> str:
 def _chat(values: dict[str, Any]) -> Chat:
     messages, tools = values["messages"], values.get("tools")
     if not isinstance(messages, list):
-        raise BadRecord(f"messages is {_kind(messages)}, not a list")
+        raise BadRecord(f"messages is {kind_of(messages)}, not a list")
     if not messages:
         raise BadRecord("messages is empty")
     for index, message in enumerate(messages):
@@ -144,40 +116,51 @@ def _chat(values: dict[str, Any]) -> Chat:
 
 def _check_message(message: object, name: str) -> None:
     if not isinstance(message, dict):
-        raise BadRecord(f"{name} is {_kind(message)}, not an object")
+        raise BadRecord(f"{name} is {kind_of(message)}, not an object")
     role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
     if not isinstance(role, str) or not role:
         raise BadRecord(f"{name} has no role" if role is None else f"{name}.role is not text")
     if content is not None and not isinstance(content, str):
-        raise BadRecord(f"{name}.content is {_kind(content)}, not text")
+        raise BadRecord(f"{name}.content is {kind_of(content)}, not text")
     if calls is not None:
-        _check_tool_calls(calls, f"{name}.tool_calls")
+        check_tool_calls(calls, f"{name}.tool_calls")
+    if message.get("function_call") is not None:
+        raise BadRecord(f"{name} has a function_call: write it as tool_calls")
+    for key in REASONING:
+        if isinstance(message.get(key), list | dict):
+            raise BadRecord(f"{name}.{key} is {kind_of(message[key])}, not text")
     if content is None and not calls:
         raise BadRecord(f"{name} has no content" + (" and no tool_calls" * (role == "assistant")))
 
 
-def _check_tool_calls(calls: object, name: str) -> None:
+def check_tool_calls(calls: object, name: str) -> None:
+    """Refuse, with `BadRecord`, what is no list of calls with a name and an object of arguments.
+
+    name: of the calls, for messages.
+    """
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise BadRecord(f"{name} is not a list of objects")
     for index, call in enumerate(calls):
         function = call_of(call)
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        called = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(called, str) or not called:
             raise BadRecord(f"{name}[{index}] names no function")
-        if not isinstance(function.get("arguments", {}), str | dict):
-            raise BadRecord(f"{name}[{index}] has arguments that are neither an object nor text")
+        check_arguments(function.get("arguments", {}), f"{name}[{index}]")
 
 
-def _kind(value: object) -> str:
-    """What a JSON value is, as JSON calls it."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "a boolean"
-        case int() | float():
-            return "a number"
-        case str():
-            return "a string"
-        case list():
-            return "a list"
-    return "an object"
+def check_arguments(arguments: object, name: str) -> None:
+    """Refuse arguments that are neither an object nor the JSON text of one (OpenAI's form)."""
+    if isinstance(arguments, dict):
+        return
+    if not isinstance(arguments, str):
+        raise BadRecord(f"{name} has arguments that are neither an object nor text")
+    try:
+        written = parse_value(arguments)
+    except BadRecord as error:
+        raise BadRecord(f"{name} has arguments {shown(arguments)}: the text {error}") from error
+    if not isinstance(written, dict):
+        twice = ", as of arguments written as JSON twice" if isinstance(written, str) else ""
+        raise BadRecord(
+            f"{name} has arguments that are the JSON text of {kind_of(written)}, not of an object"
+            f"{twice}"
+        )

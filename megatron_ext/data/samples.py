@@ -42,9 +42,10 @@ def samples_of_text(
     """The samples of a .txt file: windows of seq_length tokens, or lines cut there.
 
     A window's last token is the first of the next one, so each token is predicted once.
+    A line ends with a line feed; all other separators (U+2028, form feeds, ...) are text in it.
     """
     if unit == "line":
-        lines = (line for line in text.splitlines() if line.strip())
+        lines = (line for line in text.split("\n") if line.strip())
         rows = [[*tokenizer.encode(line), tokenizer.end_id][:seq_length] for line in lines]
     else:
         ids = tokenizer.encode(text)

@@ -8,12 +8,16 @@ Invariant the tests check: every message of a kept trial, once, in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron_ext.data.json_lines import BadRecord
+from megatron_ext.data.records import REASONING, check_tool_calls
 from megatron_ext.data.tool_calls import with_arguments
 
 MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
+SAID_KEYS = (*REASONING, "refusal", "function_call")
+"""Keys that are kept where they are not null: an agent's turn is trained with them, or refused."""
 
 
 def chats_of_trials(trials: object, *, min_reward: float | None = None) -> list[dict[str, Any]]:
@@ -52,7 +56,8 @@ def split_by_task(
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    return {key: message[key] for key in MESSAGE_KEYS if key in message}
+    said = {key: message[key] for key in SAID_KEYS if message.get(key) is not None}
+    return {key: message[key] for key in MESSAGE_KEYS if key in message} | said
 
 
 def _problems(trial: object) -> Sequence[str]:
@@ -63,9 +68,21 @@ def _problems(trial: object) -> Sequence[str]:
         return [f"has no {', '.join(missing)}"]
     if not isinstance(trial["reward"], int | float):
         return ["has a reward that is not a number"]
+    if not isinstance(trial["task_id"], int | str):
+        return ["has a task_id that is neither a number nor text"]
     messages = trial["traj"]
     if not isinstance(messages, list) or not messages:
         return ["has no messages in traj"]
     if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         return ["has messages without a role in traj"]
+    return _call_problems(messages)
+
+
+def _call_problems(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    for index, message in enumerate(messages):
+        try:
+            if message.get("tool_calls") is not None:
+                check_tool_calls(message["tool_calls"], f"traj[{index}].tool_calls")
+        except BadRecord as error:
+            return [f"is bad: {error}"]
     return []

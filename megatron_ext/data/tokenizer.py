@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_ext.data.records import Chat
+from megatron_ext.data.records import REASONING, BadRecord, Chat
 from megatron_ext.data.tool_calls import with_calls_as_text
 
 END_OF_TEXT = 256
@@ -92,8 +92,19 @@ class ByteTokenizer:
         return [self.encode(part) for part in parts]
 
     def encode_chat(self, chat: Chat) -> list[list[Passage]]:
-        """One sequence: the messages up to the last trained one."""
+        """One sequence: the messages up to the last trained one.
+
+        Raises:
+            BadRecord: a message to train has thoughts, for which this format has no place.
+        """
         trained = {index: turn for turn, index in enumerate(chat.trained())}
+        for index in trained:
+            thoughts = [k for k in REASONING if isinstance(chat.messages[index].get(k), str)]
+            if thoughts:
+                raise BadRecord(
+                    f"messages[{index}] has {thoughts[0]}, for which the byte tokenizer has no "
+                    "place: write it into the content"
+                )
         passages = []
         if chat.tools:
             tools = json.dumps(chat.tools, ensure_ascii=False)

@@ -14,13 +14,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ext.data.records import Message, call_of
+from megatron_ext.data.records import Message, call_of, check_arguments
 
 
 def with_arguments(messages: Sequence[Message], *, as_objects: bool) -> list[Message]:
-    """The messages with every call's arguments as an object, or as JSON text.
+    """The messages with every call's arguments as an object, or as the JSON text of one.
 
-    Text that is no JSON object stays text.
+    Raises:
+        BadRecord: arguments are a text that is not JSON, or that of something else.
     """
     convert = _as_object if as_objects else _as_text
     return [
@@ -57,15 +58,16 @@ def _converted(call: dict[str, Any], convert: Any) -> dict[str, Any]:
     return {**call, "function": function} if "function" in call else function
 
 
-def _as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
+def _as_object(arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """Decoded once: what is still a text then was written as JSON twice, and is refused."""
     if isinstance(arguments, dict):
         return arguments
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
+    check_arguments(arguments, "a tool call")
+    return json.loads(arguments)
 
 
 def _as_text(arguments: str | dict[str, Any]) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    check_arguments(arguments, "a tool call")
+    return arguments

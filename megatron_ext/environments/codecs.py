@@ -13,6 +13,7 @@ from typing import Protocol
 from megatron_ext.data.config import BYTE_TOKENIZER_TYPES
 from megatron_ext.data.records import Chat
 from megatron_ext.data.tokenizer import END_OF_TEXT, ByteTokenizer
+from megatron_ext.data.tokenizer_files import read_template
 from megatron_ext.environments.text import HuggingFaceCodec, Message, TextCodec
 
 GENERATION_CONFIG = "generation_config.json"
@@ -78,11 +79,9 @@ def open_codec(
     from megatron_ext.data.hugging_face import load_tokenizer
 
     assert model is not None, "checked with the options"
-    tokenizer = load_tokenizer(model)
-    if chat_template is not None:
-        tokenizer.chat_template = _template(chat_template)
     return HuggingFaceCodec(
-        tokenizer,
+        load_tokenizer(model),
+        **read_template(chat_template),
         prompts_as_messages=prompts_as_messages,
         more_stop_ids=stop_ids_beside(Path(checkpoint or model)),
     )
@@ -101,12 +100,3 @@ def stop_ids_beside(checkpoint: Path) -> frozenset[int]:
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{file} is not a JSON object: {error}.") from error
     return frozenset(id for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int)
-
-
-def _template(text: str) -> str:
-    if "{" in text:
-        return text
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--chat-template {text} cannot be read: {error}") from error

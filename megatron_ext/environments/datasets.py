@@ -10,14 +10,15 @@ Invariant the tests check: each malformed line is reported with its number and t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from megatron_ext.data.json_lines import BadRecord, numbered_lines, parse_object, shown
 from megatron_ext.data.order import SampleOrder
+from megatron_ext.data.records import check_tool_calls
 from megatron_ext.environments.text import Message, TextCodec, TextEnvironment
 from megatron_ext.rewards.base import Verdict, VerifierName
 from megatron_ext.rewards.final_answer import MAX_ANSWER_LENGTH
@@ -55,42 +56,30 @@ def read_lines(path: str | Path, parse: Callable[[bytes, str], TextTask]) -> lis
     """
     tasks: list[TextTask] = []
     wrong: list[str] = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
-        if line.strip():
-            try:
-                tasks.append(parse(line, str(number)))
-            except ValueError as error:
-                wrong.append(f"line {number}: {error}")
+    num_wrong = 0
+    for number, line in numbered_lines(path):
+        try:
+            tasks.append(parse(line, str(number)))
+        except ValueError as error:
+            num_wrong += 1
+            wrong += [f"line {number}: {error}"] if num_wrong <= MOST_REPORTED else []
     if wrong:
-        more = f"\n  and {len(wrong) - MOST_REPORTED} more" if len(wrong) > MOST_REPORTED else ""
-        raise ValueError("\n  ".join([f"{path}:", *wrong[:MOST_REPORTED]]) + more)
+        more = f"\n  and {num_wrong - MOST_REPORTED} more" if num_wrong > MOST_REPORTED else ""
+        raise ValueError("\n  ".join([f"{path}:", *wrong]) + more)
     if not tasks:
         raise ValueError(f"{path} holds no task: write one JSON object a line.")
     names = set[str]()
     twice = sorted({t.id for t in tasks if t.id in names or names.add(t.id)})
     if twice:
-        raise ValueError(f"{path}: more than one task has the id {twice[0]!r}; ids must differ.")
+        raise ValueError(
+            f"{path}: more than one task has the id {shown(twice[0])}; ids must differ."
+        )
     return tasks
 
 
 def parse_task(line: bytes, *, default_id: str) -> TextTask:
     """The task of one line; `ValueError` with everything that is wrong with it."""
     return task_of_record(parse_object(line), default_id=default_id)
-
-
-def parse_object(line: bytes) -> dict[str, Any]:
-    """The JSON object of one line; `ValueError` says why it is none."""
-    try:
-        record = json.loads(line.decode("utf-8-sig"), parse_constant=_no_number)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 (byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError("is nested too deeply") from error
-    if not isinstance(record, dict):
-        raise ValueError("is not an object: write {...}")
-    return record
 
 
 def task_of_record(record: Mapping[str, Any], *, default_id: str) -> TextTask:
@@ -153,10 +142,6 @@ def _grade(verify: Verifiers, task: TextTask, response: str) -> Verdict:
     return verify(task.verifier, response, answer=task.answer)
 
 
-def _no_number(name: str) -> None:
-    raise ValueError(f"holds {name}, which is not JSON")
-
-
 def _prompt_problems(record: Mapping[str, Any]) -> list[str]:
     if "prompt" in record and "messages" in record:
         return ["has both `prompt` and `messages`: give one of them"]
@@ -175,13 +160,23 @@ def _prompt_problems(record: Mapping[str, Any]) -> list[str]:
     ]
     if not all(is_message):
         return [f"`messages[{is_message.index(False)}]` must have the texts `role` and `content`"]
+    return _call_problems(messages)
+
+
+def _call_problems(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    for index, message in enumerate(messages):
+        try:
+            if message.get("tool_calls") is not None:
+                check_tool_calls(message["tool_calls"], f"messages[{index}].tool_calls")
+        except BadRecord as error:
+            return [str(error)]
     return []
 
 
 def _answer_problems(answer: object, verifier: object) -> list[str]:
     wrong = []
     if verifier not in VERIFIER_NAMES:
-        wrong.append(f"`verifier` is {verifier!r}: use {', '.join(VERIFIER_NAMES)}")
+        wrong.append(f"`verifier` is {shown(verifier)}: use {', '.join(VERIFIER_NAMES)}")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return [*wrong, "`answer` must be a text or a number"]
     text = str(answer)

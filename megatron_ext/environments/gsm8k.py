@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.environments.datasets import TextTask, parse_object, read_lines, task_of_record
+from megatron_ext.data.json_lines import parse_object
+from megatron_ext.environments.datasets import TextTask, read_lines, task_of_record
 
 INSTRUCTION = "Reason step by step, then write the answer as `#### number` on the last line."
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from megatron_ext.data.chat_template import TEMPLATE_ERRORS
 from megatron_ext.environments.base import Observation, Task
 from megatron_ext.environments.characters import CharacterTokenizer
 from megatron_ext.rewards.base import Verdict
@@ -80,37 +79,38 @@ class HuggingFaceCodec:
         *,
         prompts_as_messages: bool = False,
         more_stop_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+        template_name: str = "--chat-template",
     ) -> None:
         """A codec.
 
         prompts_as_messages: a plain prompt becomes one user message.
         more_stop_ids: that end a response, beside the tokenizer's end-of-text token.
+        chat_template: replaces the tokenizer's own; template_name: where it was found.
         """
+        # transformers takes seconds to import: only where there is a tokenizer of it
+        from megatron_ext.data.hugging_face import HuggingFaceTokenizer
+
         self._tokenizer = tokenizer
+        self._texts = HuggingFaceTokenizer(
+            tokenizer, chat_template=chat_template, template_name=template_name
+        )
+        self._has_template = chat_template is not None or tokenizer.chat_template is not None
         self._prompts_as_messages = prompts_as_messages
         end = tokenizer.eos_token_id
         self.stop_ids: frozenset[int] = frozenset([*more_stop_ids, *([] if end is None else [end])])
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Ids of a plain prompt as the tokenizer makes them, or of a chat up to the answer."""
+        """Ids of a plain prompt, begun as the tokenizer does, or of a chat up to the answer."""
         if isinstance(prompt, str) and not self._prompts_as_messages:
-            return list(self._tokenizer(prompt)["input_ids"])
-        if self._tokenizer.chat_template is None:
+            return [*self._texts.start_ids, *self._texts.encode(prompt)]
+        if not self._has_template:
             raise ValueError(
                 "the tokenizer has no chat template: give tasks a `prompt`, and leave out "
                 "--tasks-as-chat."
             )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
-        except TEMPLATE_ERRORS as error:
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
-        return list(ids)
+        return self._texts.encode_prompt([dict(message) for message in messages])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, without special tokens."""

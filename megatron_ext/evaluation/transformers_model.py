@@ -13,10 +13,13 @@ def transformers_logprobs(path: Path, tokens_BS: Tensor) -> Tensor:
     """log p(tokens[:, 1:]) in float32 on the CPU, [B, S - 1], for a folder or a GGUF file.
 
     Raises:
-        ValueError: transformers cannot load it.
+        ValueError: transformers cannot load it as it is: it has code of its own, weights that are
+            no safetensors, or is not there.
     """
     from transformers import AutoModelForCausalLM  # takes seconds: only where it is used
 
+    if not path.exists():
+        raise ValueError(f"there is no folder or file {path}: check the path.")
     where = (path.parent, path.name) if path.suffix == ".gguf" else (path, None)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -25,8 +28,10 @@ def transformers_logprobs(path: Path, tokens_BS: Tensor) -> Tensor:
             dtype=torch.float32,
             attn_implementation="eager",
             local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
-    except (OSError, KeyError, ImportError) as error:
+    except (OSError, ValueError, LookupError, ImportError, RecursionError) as error:
         raise ValueError(f"transformers cannot load {path}: {error}") from error
     rows = []
     for tokens_S in tokens_BS:

@@ -9,11 +9,12 @@ Other keys of a line are kept in its results.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.data.json_lines import BadRecord, numbered_lines, parse_object
+from megatron_ext.data.records import check_tool_calls
 from megatron_ext.rollout.types import Completion
 
 Record = dict[str, Any]
@@ -28,15 +29,13 @@ def read_prompts(path: Path) -> list[Record]:
         ValueError: the file holds no prompt, or lines that are none, each with its number.
     """
     records, wrong = [], []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(path):
         try:
-            record = json.loads(line)
-        except ValueError as error:
-            wrong.append(f"line {number} is not JSON: {error}.")
+            record = parse_object(line)
+            problem = _problem(record)
+        except BadRecord as error:
+            wrong.append(f"line {number} {error}.")
             continue
-        problem = _problem(record)
         records.append(record)
         wrong += [f"line {number} {problem}."] if problem else []
     if wrong:
@@ -47,9 +46,7 @@ def read_prompts(path: Path) -> list[Record]:
     return records
 
 
-def _problem(record: object) -> str:
-    if not isinstance(record, dict):
-        return "is not an object"
+def _problem(record: Record) -> str:
     kinds = [name for name in _KINDS if name in record]
     if len(kinds) != 1:
         return f"has {kinds or 'none'} of {list(_KINDS)}: give one"
@@ -62,7 +59,19 @@ def _problem(record: object) -> str:
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
     ):
         return "has messages without a `role`"
+    if kinds[0] == "messages" and not all(
+        isinstance(message.get("content"), str | None) for message in value
+    ):
+        return "has messages whose `content` is not text"
+    if kinds[0] == "messages":
+        _check_calls(value)
     return ""
+
+
+def _check_calls(messages: Sequence[Record]) -> None:
+    for index, message in enumerate(messages):
+        if message.get("tool_calls") is not None:
+            check_tool_calls(message["tool_calls"], f"messages[{index}].tool_calls")
 
 
 def prompt_ids(

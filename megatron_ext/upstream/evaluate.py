@@ -24,7 +24,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext.data.dataset import open_tokenizer
+from megatron_ext.data.dataset import open_tokenizer, read_text
 from megatron_ext.evaluation.perplexity import TokenScores, Window, join_scores
 from megatron_ext.packing.batch import Sample
 from megatron_ext.packing.plan import plan_step
@@ -179,10 +179,7 @@ def read_tokens(options: Options, text: Path, *, flag: str = "--text") -> Tensor
     """
     args = options.megatron
     tokenizer = open_tokenizer(kind=args.tokenizer_type, model=args.tokenizer_model)
-    try:
-        written = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag} {text} cannot be read as UTF-8 text: {error}.") from error
+    written = read_text(text, flag=flag)
     tokens = torch.tensor([*tokenizer.start_ids, *tokenizer.encode(written)], dtype=torch.int64)
     if len(tokens) and int(tokens.max()) >= args.vocab_size:
         raise ValueError(

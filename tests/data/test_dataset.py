@@ -42,6 +42,23 @@ def test_unusual_line_ends_are_text(tmp_path: Path) -> None:
     assert len(sample.tokens) == len("a\u2028b".encode()) + 1
 
 
+ODD = ["a\u2028b\u2029", "\fc\x0b", "d\x85e\x1c\x1d\x1ef\rg"]
+"""Lines of text that hold what str.splitlines takes for the ends of lines."""
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_n10_only_a_line_feed_ends_a_line_of_text(tmp_path: Path, ends: str) -> None:
+    """CASES N10: 3 lines are 3 samples, whatever ends them and whether the last one ends."""
+    for mark, last in (("", ends), ("\ufeff", "")):
+        path = tmp_path / "a.txt"
+        path.write_bytes((mark + ends.join([*ODD[:2], " ", ODD[2]]) + last).encode())
+        samples = read(path, DataConfig(text_unit="line"), seq_length=99).samples
+        assert [bytes(s.tokens[:-1].tolist()).decode() for s in samples] == ODD
+        [window] = read(path, seq_length=99).samples
+        whole = "\n".join([*ODD[:2], " ", ODD[2]]) + last.replace("\r", "")
+        assert bytes(window.tokens.tolist()).decode() == whole
+
+
 def test_bad_lines_stop_with_all_their_reasons(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", GOOD, "{", *['{"messages": []}'] * 30)
     with pytest.raises(ValueError) as error:

@@ -36,7 +36,7 @@ def test_messages_of_weight_0_are_context() -> None:
     [
         ("{'text': 1}", "is not JSON (Expecting property name enclosed in double quotes, column 2"),
         (b'{"text": "\xff"}', "is not UTF-8 (byte 11 of the line)"),
-        ("[" * 100_000, "is JSON beyond reason"),
+        ("[" * 100_000, "is nested deeper than 100 levels"),
         ('{"text": "\\ud800"}', "half of a surrogate pair"),
         ("[1]", "is a list, not an object"),
         ("null", "is null, not an object"),

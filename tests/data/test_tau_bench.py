@@ -29,6 +29,8 @@ TRIAL = {
         {"role": "user", "content": "###STOP###"},
     ],
 }
+BAD_CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": '}]}
+"""CASES N12."""
 FAILED = {**TRIAL, "task_id": 4, "reward": 0.0}
 
 
@@ -45,6 +47,23 @@ def test_a_trial() -> None:
         "trial": 1,
         "reward": 1.0,
     }
+
+
+def test_n13_thoughts_are_kept() -> None:
+    """CASES N13: what an agent thought is trained or refused, not lost on the way."""
+    said = {"role": "assistant", "content": "a", "reasoning_content": "b", "thinking": None}
+    [chat] = chats_of_trials([{**TRIAL, "traj": [said]}])
+    assert chat["messages"] == [{"role": "assistant", "content": "a", "reasoning_content": "b"}]
+
+
+def test_n11_a_result_file_with_half_a_character_is_refused(tmp_path: Path, capsys) -> None:
+    """CASES N11: json.dumps writes the half as an escape, which nobody could read again."""
+    source = tmp_path / "in.json"
+    said = {"role": "assistant", "content": "\ud800"}
+    source.write_text(json.dumps([{**TRIAL, "traj": [said]}]))
+    with pytest.raises(SystemExit):
+        main([str(source), str(tmp_path / "out.jsonl")])
+    assert "in.json: has half of a surrogate pair" in capsys.readouterr().err
 
 
 def test_only_successes() -> None:
@@ -68,6 +87,8 @@ def test_a_task_is_held_out_with_all_its_trials() -> None:
         ([{**TRIAL, "reward": "1"}], "trial 0 has a reward that is not a number"),
         ([{**TRIAL, "traj": []}], "trial 0 has no messages in traj"),
         ([{**TRIAL, "traj": [{}]}], "trial 0 has messages without a role"),
+        ([{**TRIAL, "task_id": [1]}], "trial 0 has a task_id that is neither"),
+        ([TRIAL, {**TRIAL, "traj": [BAD_CALL]}], r"trial 1 is bad: traj\[0\]\.tool_calls\[0\] has"),
     ],
 )
 def test_another_file_is_refused(trials: object, problem: str) -> None:
@@ -94,7 +115,7 @@ def test_the_tool_names_a_file_that_is_no_json(tmp_path: Path, capsys) -> None:
     source.write_text("[")
     with pytest.raises(SystemExit):
         main([str(source), str(tmp_path / "out.jsonl")])
-    assert "in.json: Expecting value" in capsys.readouterr().err
+    assert "in.json: is not JSON (Expecting value" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not REAL.is_file(), reason="shared/data/tau_bench_airline.json is not there")

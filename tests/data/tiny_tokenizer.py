@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
@@ -54,17 +54,24 @@ def word_tokenizer(words: str, *, template: str) -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer(
-    *, template: str | None = CHATML, merges: tuple[tuple[str, str], ...] = ()
+    *,
+    template: str | None = CHATML,
+    merges: tuple[tuple[str, str], ...] = (),
+    adds: str | None = None,
 ) -> PreTrainedTokenizerFast:
     """A token a byte, the merges, and the special tokens of ChatML; offsets without white space.
 
     merges: in the alphabet of byte-level BPE, where "Ġ" is a space and "Ċ" a new line.
+    adds: what it puts around a text, such as "<|im_start|> $0 <|im_end|>".
     """
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(merge) for merge in merges]
     core = Tokenizer(models.BPE({s: id for id, s in enumerate(symbols)}, list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    if adds is not None:
+        ids = [(token, core.token_to_id(token)) for token in SPECIAL]
+        core.post_processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
     return PreTrainedTokenizerFast(
         tokenizer_object=core, chat_template=template, eos_token="<|im_end|>"
     )

@@ -6,11 +6,13 @@ import json
 
 import pytest
 
-from megatron_ext.data.records import Chat
+from megatron_ext.data.hugging_face import HuggingFaceTokenizer
+from megatron_ext.data.records import Chat, Completion, Text
+from megatron_ext.data.samples import samples_of
 from megatron_ext.data.tokenizer import END_OF_TEXT, ByteTokenizer
 from megatron_ext.environments.codecs import ByteCodec, open_codec, stop_ids_beside
 from megatron_ext.environments.text import HuggingFaceCodec
-from tests.data.tiny_tokenizer import CHATML, byte_tokenizer
+from tests.data.tiny_tokenizer import CHATML, HERMES, byte_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -76,5 +78,50 @@ def test_a_generation_config_that_is_none(folder):
 def test_a_template_that_refuses_the_messages():
     template = "{{ raise_exception('only one user message') }}"
     codec = HuggingFaceCodec(byte_tokenizer(template=template))
-    with pytest.raises(ValueError, match="the chat template refuses the messages: only one"):
+    with pytest.raises(ValueError, match=r"the chat template refuses it \(only one"):
         codec.encode(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("adds", "start"),
+    [
+        ("$0 <|im_end|>", ""),
+        ("<|im_start|> $0 <|im_end|>", "<|im_start|>"),
+        ("<|im_start|> <|im_start|> $0", "<|im_start|><|im_start|>"),
+        ("<|im_end|> $0 <|im_end|>", "<|im_end|>"),
+    ],
+)
+def test_n8_a_prompt_never_ends_with_what_the_tokenizer_appends(tmp_path, adds, start):
+    """CASES N8: prompts, texts and chats have what it puts before a text once, and no end."""
+    core = byte_tokenizer(adds=adds, template="<|im_start|>{{ messages[0].content }}")
+    core.save_pretrained(tmp_path)
+    codec = open_codec(kind="HuggingFaceTokenizer", model=str(tmp_path))
+
+    def ids(text):
+        return core(text, add_special_tokens=False)["input_ids"]
+
+    assert codec.encode("hi") == ids(f"{start}hi")
+    assert codec.encode("hi<|im_end|>") == ids(f"{start}hi<|im_end|>")  # as it is written
+    assert codec.encode([CHAT[1]]) == ids("<|im_start|>1+1?")
+    tokenizer = HuggingFaceTokenizer(core)
+    assert tokenizer.start_ids == ids(start)
+    [text] = samples_of(Text(text="hi"), tokenizer)
+    assert text.tokens.tolist() == ids(f"{start}hi<|im_end|>")
+    [completion] = samples_of(Completion(prompt="h", completion="i"), tokenizer)
+    assert completion.tokens.tolist() == ids(f"{start}hi<|im_end|>")
+    chat = Chat(messages=[CHAT[1], {"role": "assistant", "content": "1+1?"}])
+    own = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    [talk] = samples_of(chat, HuggingFaceTokenizer(core, chat_template=own))
+    assert talk.tokens.tolist() == ids("<|im_start|>1+1?<|im_start|>1+1?")
+
+
+def test_n12_calls_of_earlier_turns_are_written_as_in_training():
+    """CASES N12: arguments that are JSON text are decoded once, for a template that wants that."""
+    core = byte_tokenizer(template=HERMES)
+    call = {"function": {"name": "add", "arguments": '{"a": "é"}'}}
+    asked = [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call]}, CHAT[3]]
+    prompt = HuggingFaceCodec(core).encode(asked)
+    assert '"arguments": {"a": "é"}}' in core.decode(prompt)
+    chat = Chat(messages=[*asked, {"role": "assistant", "content": "4"}])
+    [sample] = samples_of(chat, HuggingFaceTokenizer(core))
+    assert sample.tokens.tolist()[: len(prompt)] == prompt

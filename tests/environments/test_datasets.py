@@ -63,10 +63,10 @@ def without(name):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "is not JSON: Expecting property name"),
-        ("42", "is not an object: write {...}"),
+        ("{", "is not JSON (Expecting property name"),
+        ("42", "is a number, not an object"),
         ('{"answer": NaN}', "holds NaN, which is not JSON"),
-        ("[" * 100_000, "is nested too deeply"),
+        ("[" * 100_000, "is nested deeper than 100 levels"),
         (without("prompt"), "has no `prompt` and no `messages`: give one of them"),
         ({**GOOD, "messages": CHAT}, "has both `prompt` and `messages`: give one of them"),
         ({**GOOD, "prompt": " "}, "`prompt` must be a text that is not empty"),
@@ -107,7 +107,7 @@ def test_all_malformed_lines_are_reported_up_to_ten(tmp_path):
 def test_bytes_that_are_no_text_are_named(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": 1, "verifier": "math"}\r\n{"\xff"}')
-    with pytest.raises(ValueError, match="line 2: is not UTF-8 \\(byte 2\\)"):
+    with pytest.raises(ValueError, match="line 2: is not UTF-8 \\(byte 3 of the line\\)"):
         read_tasks(path)
 
 

@@ -34,7 +34,9 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, name: str):
         x_STD = decoder.inputs(number, hidden_STD)
         outputs_STD = torch.stack([attention_output(layer, x_TD) for x_TD in x_STD])
         hidden_STD = decoder.advance(number, hidden_STD, outputs_STD)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "tiny", local_files_only=True, trust_remote_code=False
+    )
     with torch.no_grad():
         expected_STD = model.model(ids).last_hidden_state
     found_STD = model.model.norm(hidden_STD)

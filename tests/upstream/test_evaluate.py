@@ -95,7 +95,9 @@ def score(folder: Path, flags: str) -> list[TokenScores]:
 def test_scores_are_those_of_transformers(ranks: RankPool, folder: Path, layout: str):
     size, flags = LAYOUTS[layout]
     results = ranks(size).run(score, folder, flags)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", local_files_only=True, trust_remote_code=False
+    ).eval()
     for case, stride in enumerate((WINDOW, 6)):
         expected = torch.tensor(transformers_nll(model, text(), window=WINDOW, stride=stride))
         for found in (rank[case] for rank in results):

@@ -24,7 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, a checkpoint, and the same one with sharper predictions."""
     path = tmp_path_factory.mktemp("perplexity")
     save(MODELS["llama"], path / "before")
-    model = AutoModelForCausalLM.from_pretrained(path / "before")
+    model = AutoModelForCausalLM.from_pretrained(
+        path / "before", local_files_only=True, trust_remote_code=False
+    )
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)
     model.save_pretrained(path / "now")

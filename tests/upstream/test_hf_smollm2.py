@@ -60,7 +60,11 @@ def model(gguf: Path):
 def test_transformers_reads_the_same_tensors(gguf: Path, model):
     """Its own reader takes half a minute of computing, for the tokens mostly."""
     read = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
     )
     expected = read.state_dict()
     assert expected.keys() == model.state_dict().keys()
@@ -106,5 +110,7 @@ def test_logits_and_export(
     limit = TP_LOGITS if size == 3 else LOGITS
     assert (found[..., :49152] - expected).abs().max() < limit
     if out is not None:
-        again = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+        again = AutoModelForCausalLM.from_pretrained(
+            out, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        ).state_dict()
         assert all(torch.equal(again[n], values) for n, values in model.state_dict().items())

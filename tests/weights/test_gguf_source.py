@@ -132,7 +132,13 @@ def test_tensors_are_those_it_was_made_from(tmp_path: Path):
 
 def test_transformers_reads_the_same(tmp_path: Path):
     write_gguf(tmp_path / "m.gguf", random_tensors(CONFIG))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        gguf_file="m.gguf",
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+    )
     source = GgufSource(tmp_path / "m.gguf")
     for name, tensor in model.state_dict().items():
         if name in source.tensors:

@@ -43,7 +43,9 @@ def test_reads_back_bit_for_bit(tmp_path: Path, max_file_bytes: int):
     for name, tensor in tensors.items():
         assert torch.equal(source.read(Block(name=name, rows=slice(0, len(tensor)))), tensor)
     assert json.loads((folder / "config.json").read_text()) == CONFIG | {"dtype": "float32"}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
     assert all(torch.equal(model.state_dict()[n], t.float()) for n, t in tensors.items())
     assert sorted(p.name for p in folder.parent.iterdir()) == ["model"]
 

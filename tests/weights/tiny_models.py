@@ -167,6 +167,8 @@ def save(tiny: Tiny, folder: Path, *, dtype: torch.dtype = torch.float32) -> Ten
         setattr(model.get_submodule(module), attribute, bias)
     model.save_pretrained(folder)
     if dtype != torch.float32:  # .to() has rounded the rotary frequencies too
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        ).eval()
     with torch.no_grad():
         return model(tokens()).logits

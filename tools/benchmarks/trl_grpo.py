@@ -85,8 +85,12 @@ def main() -> None:
     os.dup2(2, 1)  # what the libraries print is for the terminal
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
-    tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(
+        job["model"], local_files_only=True, trust_remote_code=False
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
     fixed = FixedLengths(end=tokenizer.eos_token_id)
     clock = Clock(fixed, out)
     generate = model.generate
