@@ -20,10 +20,7 @@ from typing import Any
 import torch
 import torch.distributed
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_save_sharded_strategy,
-    load_sharded_metadata,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
@@ -31,23 +28,29 @@ from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.upstream import checkpoint_folder as folders
+from megatron_ext.upstream.checkpoint_changes import changes, unresumable
 from megatron_ext.upstream.checkpoint_fit import (
-    changes_of_data,
     model_differences,
     optimizer_problems,
     tensor_problems,
 )
 from megatron_ext.upstream.checkpoint_random import random_states, restorable, restore_random
+from megatron_ext.upstream.checkpoint_reading import common_of, contents_of
 from megatron_ext.upstream.checkpoint_schedule import (
     parameter_groups,
     restore_schedule,
     schedule_problems,
     settle_rates,
 )
-from megatron_ext.upstream.checkpoint_source import Source, check_target, find_source
+from megatron_ext.upstream.checkpoint_shared import (
+    NotOneFolderError,
+    check_one_folder,
+    in_order,
+    on_writer,
+)
+from megatron_ext.upstream.checkpoint_source import Source, check_target, intact_source
 from megatron_ext.upstream.checkpoint_tensors import (
     load_weights,
-    on_writer,
     read,
     refuse,
     save_weights,
@@ -92,7 +95,8 @@ def save(
     keep: newest checkpoints kept; 0 = all.
 
     Raises:
-        OSError: it cannot be written; earlier checkpoints are as they were.
+        OSError: it cannot be written, or the ranks' folders are not one; earlier checkpoints are
+            as they were.
     """
     model.settle_parameters()
     root, step = Path(args.save), progress.step
@@ -103,16 +107,19 @@ def save(
     strategy = get_default_save_sharded_strategy()
     if args.ckpt_fully_parallel_save:
         strategy = FullyParallelSaveStrategyWrapper(strategy, layout.dp_cp_group)
-    partial = on_writer(layout, lambda: _begin(root, step))
+    partial = root / on_writer(layout, lambda: _begin(root, step).name)
     try:
         write(
             state,
             partial,
+            layout,
             sharded_strategy=strategy,
             content_metadata={k: value for k, value in metadata.items() if k != "dp_cp_group"},
             verify_integrity=args.verify_integrity,
         )
         on_writer(layout, lambda: folders.publish(partial, root=root, step=step, keep=keep))
+    except NotOneFolderError:
+        raise
     except (OSError, CheckpointException) as error:
         if layout.is_writer:
             shutil.rmtree(partial, ignore_errors=True)
@@ -129,17 +136,17 @@ def resume(
     ``--pretrained-checkpoint`` and a release give only their weights to a new run.
 
     Raises:
-        OSError: ``--save`` cannot be written to.
+        OSError: ``--save`` cannot be written to, or is not one folder for all ranks.
         ValueError: there is no such checkpoint, or it does not fit the flags: all reasons at once.
     """
-    source = on_writer(layout, lambda: _source(args))
+    source = _source(args, layout)
     if source is None:
         return Progress()
     if source.only_weights:
-        common = dist_checkpointing.load_common_state_dict(str(source.folder))
+        common = in_order(lambda: common_of(source.folder))
         differences = model_differences(args, common.get("args", Namespace()))
         _warn(layout, f"{source.folder} was trained with other choices", differences)
-        load_weights(model.bare_chunks, layout, folder=source.folder)
+        load_weights(model.bare_chunks, layout, folder=source.folder, is_verified=True)
         model.optimizer.reload_model_params()
         return Progress()
     progress = _continue(args, model, layout, folder=source.folder, samples_id=samples_id)
@@ -149,18 +156,19 @@ def resume(
     return progress
 
 
-def _source(args: Namespace) -> Source | None:
-    source = find_source(args)
-    check_target(args, source)
+def _source(args: Namespace, layout: Layout) -> Source | None:
+    source = intact_source(args, layout)
+    on_writer(layout, lambda: check_target(args, source))
+    if args.save:
+        check_one_folder(Path(args.save), layout)
     return source
 
 
 def _continue(
     args: Namespace, model: TrainableModel, layout: Layout, *, folder: Path, samples_id: str
 ) -> Progress:
-    common = dist_checkpointing.load_common_state_dict(str(folder))
+    common, contents = in_order(lambda: (common_of(folder), contents_of(folder)))
     saved_args = common["args"]
-    contents = load_sharded_metadata(str(folder))
     state = _fitting_state(args, model, layout, folder=folder, common=common, contents=contents)
     keys = {entry.key for entry in contents.values()}
     entry = None if args.no_load_rng else restorable(args, saved_args=saved_args, keys=keys)
@@ -174,13 +182,9 @@ def _continue(
     if not args.no_load_rng and not (entry and restore_random(loaded[entry], layout=layout)):
         reason = "it has none for this layout and device"
         _warn(layout, f"{folder}: random states are seeded afresh", [reason])
-    changes = changes_of_data(
-        args,
-        saved_args=saved_args,
-        samples_id=samples_id,
-        saved_samples_id=common.get(_OURS, {}).get("samples_id", ""),
-    )
-    _warn(layout, f"{folder} goes on, but not as it would have", changes)
+    saved_id = common.get(_OURS, {}).get("samples_id", "")
+    other = changes(args, saved_args=saved_args, samples_id=samples_id, saved_samples_id=saved_id)
+    _warn(layout, f"{folder} goes on, but not as it would have", other)
     torch.distributed.barrier()
     return Progress(step=common["iteration"], consumed_samples=saved_args.consumed_train_samples)
 
@@ -197,7 +201,7 @@ def _fitting_state(
     """What to read from the checkpoint; raises every reason why it does not fit."""
     saved_args, schedule = common["args"], common.get("opt_param_scheduler", {})
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
-    problems = model_differences(args, saved_args)
+    problems = model_differences(args, saved_args) + unresumable(args, saved_args)
     with_optimizer = not args.no_load_optim
     if with_optimizer:
         unfit = optimizer_problems(

@@ -2,7 +2,7 @@
 
 Megatron swallows missing and extra tensors, does not look at choices that no shape shows (how many
 heads, which rotary base), and stops in the middle where two optimizers differ.  Here all of that is
-found first.  What changes the samples a resumed run sees is allowed, and said.
+found first.  What may change is listed by checkpoint_changes.py.
 """
 
 from __future__ import annotations
@@ -138,36 +138,6 @@ def tensor_problems(
         if len(shape) != len(found[key]) or shape[first:] != found[key][first:]:
             lines.append(f"misshapen: {key} is {list(found[key])}, the model has {list(shape)}")
     return lines
-
-
-def changes_of_data(
-    args: Namespace, *, saved_args: Namespace, samples_id: str, saved_samples_id: str
-) -> list[str]:
-    """What makes a resumed run see other samples than the saved one would have; allowed, but said.
-
-    samples_id: identifies the training samples; empty = not known.
-    """
-    found = []
-    before, now = getattr(saved_args, "seed", args.seed), args.seed
-    if before != now:
-        found.append(
-            f"--seed {before} is now {now}: the samples come in another order from here on, so "
-            "some of this epoch are seen twice and some not at all; random states go on as saved"
-        )
-    before = getattr(saved_args, "global_batch_size", args.global_batch_size)
-    now = args.global_batch_size
-    if before != now:
-        found.append(
-            f"--global-batch-size {before} is now {now}: the data goes on at the next sample, and "
-            "steps go on counting updates"
-        )
-    if samples_id and saved_samples_id and samples_id != saved_samples_id:
-        found.append(
-            f"--train-data {getattr(saved_args, 'train_data', None)} ({saved_samples_id}) is now "
-            f"{getattr(args, 'train_data', None)} ({samples_id}): its order is entered at the "
-            "position that was reached in the old one"
-        )
-    return found
 
 
 def _precision(args: Namespace) -> str:

@@ -32,11 +32,22 @@ def folder_of(root: Path, step: int) -> Path:
 
 def is_complete(folder: Path) -> bool:
     """Whether a folder holds all of a ``torch_dist`` checkpoint (its metadata.json comes last)."""
+    return not _lacks(folder)
+
+
+def incomplete(root: Path) -> list[str]:
+    """Folders of steps that are no complete checkpoints, and why, newest first."""
+    folders = sorted((path for path in root.glob("iter_*") if path.is_dir()), reverse=True)
+    named = [path for path in folders if path.name[5:].isdigit()]
+    return [f"{path.name}: {lack}" for path in named if (lack := _lacks(path))]
+
+
+def _lacks(folder: Path) -> str:
     try:
         json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return (folder / ".metadata").is_file()
+        return "metadata.json is missing or damaged"
+    return "" if (folder / ".metadata").is_file() else ".metadata is missing"
 
 
 def complete_steps(root: Path) -> list[int]:
@@ -55,8 +66,9 @@ def newest(root: Path, *, step: int | None = None) -> Path | None:
     if step is not None:
         if step not in steps:
             raise ValueError(
-                f"--ckpt-step {step}: {root} holds no complete checkpoint of that step. "
-                f"It holds {', '.join(map(str, steps)) or 'none'}."
+                f"--ckpt-step {step}: {root} holds no complete checkpoint of that step"
+                f"{_because(folder_of(root, step))}. It holds "
+                f"{', '.join(map(str, steps)) or 'none'}."
             )
         return folder_of(root, step)
     try:
@@ -71,12 +83,17 @@ def newest(root: Path, *, step: int | None = None) -> Path | None:
         return None
     if tracked is not None:
         logger.warning(
-            "%s says %r, which is no complete checkpoint here: the newest, of step %d, is taken",
+            "%s says %r, which is no complete checkpoint here%s: the newest, of step %d, is taken",
             root / TRACKER,
             tracked[:40],
+            _because(folder_of(root, int(tracked))) if tracked.isdecimal() else "",
             steps[-1],
         )
     return folder_of(root, steps[-1])
+
+
+def _because(folder: Path) -> str:
+    return f" ({folder.name}: {_lacks(folder)})" if folder.is_dir() else ""
 
 
 def check_writable(root: Path) -> None:

@@ -1,21 +1,29 @@
 """Which checkpoint a run starts from: --load, --ckpt-step, --finetune, --pretrained-checkpoint.
 
 A run that starts anew never writes over the checkpoints of another one: that is refused at once.
+A damaged checkpoint is stepped over: the newest intact one before it is taken, with a warning.
 """
 
 from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_ext.upstream.checkpoint_folder import (
     RELEASE,
     check_writable,
     complete_steps,
+    folder_of,
+    incomplete,
     newest,
 )
+from megatron_ext.upstream.checkpoint_reading import damaged
+from megatron_ext.upstream.checkpoint_shared import on_writer, problems_of
+from megatron_ext.upstream.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +52,70 @@ def find_source(args: Namespace) -> Source | None:
         ValueError: there is no such checkpoint.
     """
     source = _loaded(args) or _pretrained(args)
+    if source is None and args.load and (broken := incomplete(Path(args.load))):
+        raise ValueError(
+            f"--load {args.load} holds no complete checkpoint: {'; '.join(broken)}. Copy one again "
+            "from elsewhere; or delete what is there, or choose another folder, to start anew."
+        )
     if source is None and args.load and (not _is_own(args) or args.exit_on_missing_checkpoint):
         raise ValueError(_absent("load", args.load))
     return source
+
+
+def intact_source(args: Namespace, layout: Layout) -> Source | None:
+    """What `find_source` says, all its files looked at; the newest intact step before it, if it is
+    damaged and no step was asked for.  Collective.
+
+    Raises:
+        ValueError: there is no such checkpoint, none is intact, or it is not to be trusted.
+    """
+    source = on_writer(layout, lambda: find_source(args))
+    if source is None:
+        return None
+    folder = newest_intact(
+        source.folder,
+        older=[]
+        if args.ckpt_step is not None
+        else on_writer(layout, partial(older, source.folder)),
+        problems_in=lambda folder: problems_of(
+            folder, layout, with_checksums=args.verify_checksums
+        ),
+        is_told=layout.is_writer,
+    )
+    return replace(source, folder=folder)
+
+
+def newest_intact(
+    first: Path, *, older: list[Path], problems_in: Callable[[Path], list[str]], is_told: bool
+) -> Path:
+    """The first of these checkpoints without a problem.
+
+    is_told: this process warns of those that are stepped over.
+
+    Raises:
+        DamagedCheckpointError: there is none.
+    """
+    found = {}
+    for folder in (first, *older):
+        found[folder] = problems_in(folder)
+        if not found[folder]:
+            break
+    else:
+        if len(found) == 1:
+            raise damaged(first, found[first])
+        raise damaged(first.parent, [f"{f.name}: {'; '.join(p)}" for f, p in found.items()])
+    for passed in list(found)[:-1] if is_told else ():
+        logger.warning(
+            "%s is damaged: %s; %s is taken instead", passed, "; ".join(found[passed]), folder.name
+        )
+    return folder
+
+
+def older(folder: Path) -> list[Path]:
+    """The complete checkpoints before one of a step, newest first; none before a release."""
+    root, step = folder.parent, folder.name.removeprefix("iter_")
+    steps = complete_steps(root) if step.isdigit() else []
+    return [folder_of(root, other) for other in reversed(steps) if other < int(step)]
 
 
 def check_target(args: Namespace, source: Source | None) -> None:

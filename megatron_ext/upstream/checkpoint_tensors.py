@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import queue
+import shutil
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    load_sharded_metadata,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
@@ -22,9 +19,19 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron_ext.upstream import checkpoint_folder as folders
 from megatron_ext.upstream.checkpoint_fit import tensor_problems
+from megatron_ext.upstream.checkpoint_reading import common_of, contents_of, damaged, values_of
+from megatron_ext.upstream.checkpoint_shared import (
+    NotOneFolderError,
+    in_order,
+    on_writer,
+    problems_of,
+    seal,
+)
 from megatron_ext.upstream.layout import Layout
 from megatron_ext.upstream.patches import Patch, applied
 
+_EXTRA_STATE = "_extra_state"
+"""In the names of what layers save beside weights."""
 _SAVE_PATCHES = (
     Patch(
         target="megatron.core.dist_checkpointing.strategies.filesystem_async:"
@@ -44,23 +51,36 @@ def save_weights(chunks: Sequence[MegatronModule], layout: Layout, *, folder: Pa
     ``folder`` appears when all ranks are done; an existing one is replaced.
     """
     metadata = {"dp_cp_group": layout.dp_cp_group}
-    partial = on_writer(layout, lambda: folders.begin(folder))
-    write(weights_state(chunks, metadata=metadata), partial)
+    name = on_writer(layout, lambda: folders.begin(folder).name)
+    partial = folder.with_name(name)
+    write(weights_state(chunks, metadata=metadata), partial, layout)
     on_writer(layout, lambda: folders.put_in_place(partial, folder))
 
 
-def load_weights(chunks: Sequence[MegatronModule], layout: Layout, *, folder: Path) -> None:
+def load_weights(
+    chunks: Sequence[MegatronModule],
+    layout: Layout,
+    *,
+    folder: Path,
+    is_verified: bool = False,
+    with_checksums: bool = True,
+) -> None:
     """Load only the weights of bare model chunks from any checkpoint.  Collective.
 
+    is_verified: its files have been looked at already (`problems_of`).
+    with_checksums: else they are only looked at for what is missing or cut short.
+
     Raises:
-        ValueError: tensors are missing, extra or misshapen; all of them are listed.
+        ValueError: it is damaged or not to be trusted, or tensors are missing, extra or misshapen;
+            all of them are listed.
     """
-    metadata = dist_checkpointing.load_content_metadata(str(folder)) or {}
+    if not is_verified and (bad := problems_of(folder, layout, with_checksums=with_checksums)):
+        raise damaged(folder, bad)
+    common, contents = in_order(lambda: (common_of(folder), contents_of(folder)))
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
     state = weights_state(chunks, metadata=metadata | {"dp_cp_group": layout.dp_cp_group})
-    contents = load_sharded_metadata(str(folder))
     refuse(folder, tensor_problems(state, contents=contents, with_optimizer=False))
-    loaded: Any = dist_checkpointing.load(state, str(folder))
-    set_weights(chunks, loaded)
+    set_weights(chunks, in_order(lambda: values_of(folder, state)))
 
 
 def weights_state(chunks: Sequence[MegatronModule], *, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -73,15 +93,32 @@ def weights_state(chunks: Sequence[MegatronModule], *, metadata: dict[str, Any])
 
 @torch.no_grad()
 def set_weights(chunks: Sequence[MegatronModule], loaded: dict[str, Any]) -> None:
-    """Copy loaded weights into the chunks."""
+    """Copy loaded weights into the chunks.
+
+    Not the FP8 state of Transformer Engine's layers, which they would unpickle: nothing of ours
+    trains in FP8.
+    """
     for key, chunk in zip(_keys(chunks), chunks, strict=True):
-        chunk.load_state_dict(loaded[key], strict=True)
+        values = {k: None if _EXTRA_STATE in k else value for k, value in loaded[key].items()}
+        chunk.load_state_dict(values, strict=True)
 
 
-def write(state: dict[str, Any], folder: Path, **options: Any) -> None:
-    """Write a state to an empty folder; options: of ``dist_checkpointing.save``.  Collective."""
+def write(state: dict[str, Any], folder: Path, layout: Layout, **options: Any) -> None:
+    """Write a state to an empty folder, and checksums beside it.  Collective.
+
+    options: of ``dist_checkpointing.save``.
+
+    Raises:
+        NotOneFolderError: the ranks' folders are not one.
+        OSError, CheckpointException: it cannot be written.
+    """
     with applied(() if torch.cuda.is_available() else _SAVE_PATCHES):
         dist_checkpointing.save(state, str(folder), **options)
+    try:
+        seal(folder, layout)
+    except NotOneFolderError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def read(args: Namespace, state: dict[str, Any], folder: Path, layout: Layout) -> dict[str, Any]:
@@ -89,14 +126,10 @@ def read(args: Namespace, state: dict[str, Any], folder: Path, layout: Layout) -
     strategy: Any = get_default_load_sharded_strategy(str(folder))
     if args.ckpt_fully_parallel_load:
         strategy = FullyParallelLoadStrategyWrapper(strategy, layout.dp_cp_group)
-    loaded: Any = dist_checkpointing.load(
-        state,
-        str(folder),
-        strategy,
-        strict="raise_unexpected",
-        verify_integrity=args.verify_integrity,
-    )
-    return loaded
+    options = {"strict": "raise_unexpected", "verify_integrity": args.verify_integrity}
+    if args.ckpt_fully_parallel_load:  # its ranks wait for each other inside
+        return values_of(folder, state, strategy, **options)
+    return in_order(lambda: values_of(folder, state, strategy, **options))
 
 
 def refuse(folder: Path, problems: Sequence[str]) -> None:
@@ -106,20 +139,6 @@ def refuse(folder: Path, problems: Sequence[str]) -> None:
             f"{folder} does not fit this run; nothing was loaded. Use the flags it was saved with, "
             "another checkpoint, or what is said here:\n  " + "\n  ".join(problems)
         )
-
-
-def on_writer[Result](layout: Layout, action: Callable[[], Result]) -> Result:
-    """Do it on the writing rank; its result, or its error, on every rank.  Collective."""
-    outcome: list[Any] = [None, None]
-    if layout.is_writer:
-        try:
-            outcome[0] = action()
-        except (OSError, ValueError) as error:
-            outcome[1] = error
-    torch.distributed.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
 
 
 def _keys(chunks: Sequence[MegatronModule]) -> list[str]:

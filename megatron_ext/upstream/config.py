@@ -74,6 +74,10 @@ class CheckpointConfig:
     """Newest complete checkpoints kept in --save; older ones are deleted after a newer one is
     complete. 0 = keep all."""
 
+    verify_checksums: bool = True
+    """Compare every file of a checkpoint with its checksum (checksums.json beside it) before it is
+    loaded. Off: only files that are missing or cut short are found."""
+
     def problems(self) -> list[str]:
         """What is wrong with the values, one sentence each."""
         if self.keep_checkpoints < 0:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.upstream import checkpoint_folder as folders
 from megatron_ext.upstream.arguments import parse
 from megatron_ext.upstream.checkpoint_fit import model_differences
+from megatron_ext.upstream.checkpoint_reading import common_of
+from megatron_ext.upstream.checkpoint_shared import problems_alone
+from megatron_ext.upstream.checkpoint_source import newest_intact, older
 from megatron_ext.upstream.convert_target import check_target, in_place, keep_small_files
 from megatron_ext.upstream.hf_config import megatron_arguments
 from megatron_ext.upstream.hf_describe import describe
@@ -138,13 +138,8 @@ def to_hf(
     Raises:
         ValueError: the source or ``like`` cannot be used, or the target exists; all reasons.
     """
-    folder = source if folders.is_complete(source) else folders.newest(source, step=step)
-    if folder is None:
-        raise ValueError(
-            f"{source} is no checkpoint: neither a Hugging Face directory (config.json) or GGUF "
-            "file nor a complete torch_dist checkpoint. Check the path."
-        )
-    saved_args = _saved_arguments(folder)
+    folder = _folder_of(source, step=step)
+    saved_args = common_of(folder).get("args")
     kept = folder.parent / HF_FOLDER
     like = like or (kept if (kept / CONFIG).is_file() else None)
     if saved_args is None and like is None:
@@ -185,6 +180,21 @@ def to_hf(
                 raise CheckpointError(folder, not_finite(bad))
 
     return Conversion(tensors=tensors, run=run)
+
+
+def _folder_of(source: Path, *, step: int | None) -> Path:
+    """The checkpoint to convert: the one named, or the newest intact one."""
+    is_named = folders.is_complete(source) or step is not None
+    folder = source if folders.is_complete(source) else folders.newest(source, step=step)
+    if folder is None:
+        broken = "; ".join(folders.incomplete(source))
+        raise ValueError(
+            f"{source} is no checkpoint: neither a Hugging Face directory (config.json) or GGUF "
+            f"file nor a complete torch_dist checkpoint{f' ({broken})' if broken else ''}. Check "
+            "the path."
+        )
+    before = [] if is_named else older(folder)
+    return newest_intact(folder, older=before, problems_in=problems_alone, is_told=True)
 
 
 def _find(
@@ -256,16 +266,6 @@ def _arguments(
     args = parse([*words.split(), *kind, *mtp, "--hf-model", str(source)]).megatron
     saved = {name: value for name, value in vars(args).items() if name not in OF_ONE_RANK}
     return Namespace(**saved | {"hf_model": "", "consumed_train_samples": 0})
-
-
-def _saved_arguments(folder: Path) -> Namespace | None:
-    try:
-        common = dist_checkpointing.load_common_state_dict(str(folder))
-    except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
-        raise ValueError(
-            f"{folder} is damaged: its arguments cannot be read. Copy it again, or use another one."
-        ) from error
-    return common.get("args")
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

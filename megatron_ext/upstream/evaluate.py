@@ -30,8 +30,8 @@ from megatron_ext.packing.batch import Sample
 from megatron_ext.packing.plan import plan_step
 from megatron_ext.packing.types import Microbatch
 from megatron_ext.upstream.arguments import Options, build_parser, parse
-from megatron_ext.upstream.checkpoint_source import find_source
-from megatron_ext.upstream.checkpoint_tensors import load_weights, on_writer
+from megatron_ext.upstream.checkpoint_source import intact_source
+from megatron_ext.upstream.checkpoint_tensors import load_weights
 from megatron_ext.upstream.hf_weights import filler
 from megatron_ext.upstream.layout import Layout, open_layout
 from megatron_ext.upstream.microbatches import replica_of, to_device
@@ -101,10 +101,11 @@ def fill_model(options: Options, layout: Layout, *, chunks: Sequence[MegatronMod
     Raises:
         ValueError: neither flag names a checkpoint, or it does not fit the model.
     """
-    source = on_writer(layout, lambda: find_source(options.megatron))
+    source = intact_source(options.megatron, layout)
     fill = filler(options.megatron, layout)
     if source is not None:
-        load_weights([bare(chunk) for chunk in chunks], layout, folder=source.folder)
+        some = [bare(chunk) for chunk in chunks]
+        load_weights(some, layout, folder=source.folder, is_verified=True)
     elif fill is not None:
         fill(list(chunks))
     else:

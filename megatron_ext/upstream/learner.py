@@ -136,7 +136,9 @@ class MegatronLearner:
                 "weights with --finetune."
             )
         kept = [value.detach().clone() for value in self._values()]
-        load_weights(model.bare_chunks, self.layout, folder=folder)
+        load_weights(
+            model.bare_chunks, self.layout, folder=folder, with_checksums=args.verify_checksums
+        )
         self._reference = [value.detach().clone() for value in self._values()]
         with torch.no_grad():
             for value, old in zip(self._values(), kept, strict=True):

@@ -22,11 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    FileSystemReader,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -39,6 +35,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_ext.upstream.checkpoint_files import names_in, record_of, write_checksums
+from megatron_ext.upstream.checkpoint_pickles import (
+    METADATA,
+    DamagedCheckpointError,
+    KnownTypesReader,
+)
 from megatron_ext.weights.architecture import Architecture
 from megatron_ext.weights.operators import Shape
 from megatron_ext.weights.table import Parameter
@@ -56,8 +58,6 @@ _FUSED = {
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 """Norms that can be saved as part of the layer behind them."""
-_CORRUPT = (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError)
-"""What reading damaged files raises."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ class TorchDistWriter:
             self._add_empty_state(module.replace("linear_proj", "core_attention"), place)
 
     def finish(self, common: dict[str, Any]) -> None:
-        """Write what is saved beside tensors, then the metadata.
+        """Write what is saved beside tensors, then the metadata and checksums.
 
         common: for Megatron's ``load_common_state_dict``.
         """
@@ -182,9 +182,11 @@ class TorchDistWriter:
             storage_meta=StorageMeta(),
             version=CURRENT_DCP_VERSION,
         )
-        _write(self._folder / ".metadata", pickle.dumps(metadata))
+        _write(self._folder / METADATA, pickle.dumps(metadata))
         kind = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         _write(self._folder / "metadata.json", json.dumps(kind).encode())
+        names = names_in(self._folder)
+        write_checksums(self._folder, {name: record_of(self._folder / name) for name in names})
 
     def close(self) -> None:
         """Let go of the file, also of an unfinished one."""
@@ -209,17 +211,14 @@ class TorchDistReader:
     """Reads the weights of one checkpoint folder, tensor by tensor.
 
     Raises:
-        ValueError: its metadata cannot be read.
+        ValueError: its metadata cannot be read, or is not to be trusted.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files = FileSystemReader(folder)
-        try:
-            self._metadata = self._files.read_metadata()
-            self._files.set_up_storage_reader(self._metadata, is_coordinator=True)
-        except (*_CORRUPT, AttributeError, ImportError) as error:
-            raise ValueError(f"{folder}/.metadata cannot be read ({error}).") from error
+        self._files = KnownTypesReader(folder)
+        self._metadata = self._files.read_metadata()
+        self._files.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def info(self, place: Place) -> tuple[Shape, torch.dtype] | None:
         """Shape of a parameter there, and its type; None if the checkpoint has none."""
@@ -235,7 +234,7 @@ class TorchDistReader:
         """A whole parameter, put together from the parts that ranks have saved.
 
         Raises:
-            ValueError: it cannot be read.
+            ValueError: it cannot be read, or is not to be trusted.
         """
         found, entry = self.info(place), self._metadata.state_dict_metadata[place.key]
         assert found is not None, f"{place.key} is not there"
@@ -246,10 +245,9 @@ class TorchDistReader:
         items = create_read_items_for_chunk_list(place.key, entry, [chunk])
         try:
             self._files.read_data(LoadPlan(items), _Into(target)).wait()
-        except _CORRUPT as error:
-            raise ValueError(
-                f"{place.key} in {self.folder} cannot be read ({type(error).__name__}). "
-                "The checkpoint is damaged: copy it again, or use another one."
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(
+                f"{error}, where {place.key} is. Copy the checkpoint again, or use another one."
             ) from error
         num_read = sum(item.lengths.numel() for item in items)
         if num_read != target.numel():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_ext.upstream.checkpoint_fit import changes_of_data
+from megatron_ext.upstream.checkpoint_changes import changes_of_data
 from megatron_ext.upstream.checkpoint_folder import RELEASE, TRACKER, folder_of
 from megatron_ext.upstream.checkpoint_schedule import schedule_problems
 from megatron_ext.upstream.checkpoint_source import Source, check_target, find_source
@@ -212,13 +212,13 @@ def test_sources_that_are_refused(plain: Path, tmp_path: Path):
 
 
 def test_other_data_is_said():
-    saved = Namespace(seed=5, global_batch_size=16, train_data="a.txt")
-    now = Namespace(seed=6, global_batch_size=32, train_data="b.txt")
+    saved = Namespace(seed=5, global_batch_size=16, train_data="a.txt", algorithm="sft")
+    now = Namespace(seed=6, global_batch_size=32, train_data="b.txt", algorithm="sft")
     seed, batch, data = changes_of_data(
         now, saved_args=saved, samples_id="3 samples", saved_samples_id="2 samples"
     )
     assert "--seed 5 is now 6" in seed
     assert "--global-batch-size 16 is now 32" in batch
     assert "--train-data a.txt (2 samples) is now b.txt (3 samples)" in data
-    moved = Namespace(seed=5, global_batch_size=16, train_data="b.txt")
+    moved = Namespace(**vars(saved) | {"train_data": "b.txt"})
     assert not changes_of_data(moved, saved_args=saved, samples_id="x", saved_samples_id="x")

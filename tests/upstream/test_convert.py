@@ -211,11 +211,15 @@ def test_errors_say_what_is_wrong(models: dict[Path, Tensor], converted: Path, t
     with pytest.raises(ValueError, match=r"GB free\. Free some space"):
         check_target(tmp_path / "out", num_bytes=10**18)
     shutil.copytree(llama, tmp_path / "cut")
-    with (tmp_path / "cut" / "release" / "__0_0.distcp").open("r+b", buffering=0) as file:
+    release = tmp_path / "cut" / "release"
+    with (release / "__0_0.distcp").open("r+b", buffering=0) as file:
         file.write(bytes(3000))
-        with pytest.raises(ValueError, match=r"embeddings.weight in .* The checkpoint is damaged"):
+        with pytest.raises(ValueError, match=r"release is damaged: __0_0.distcp is damaged \("):
+            convert.to_hf(tmp_path / "cut", tmp_path / "out")
+        (release / "checksums.json").unlink()  # as Megatron writes it
+        with pytest.raises(ValueError, match=r"__0_0.distcp cannot be read .* embeddings.weight"):
             convert.to_hf(tmp_path / "cut", tmp_path / "out").run(lambda _: None)
         file.truncate(30000)
-    with pytest.raises(ValueError, match="damaged: its arguments cannot be read"):
+    with pytest.raises(ValueError, match="release is damaged: __0_0.distcp has 30000 bytes of at"):
         convert.to_hf(tmp_path / "cut", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["cut"]
