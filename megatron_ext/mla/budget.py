@@ -47,7 +47,9 @@ def best_division(
                 "Calibrate with --calibration-kept 1 or more, or give --rope-pairs."
             )
         for choice in choices:
-            plain = replace(choice, query_refit_steps=0, output_refit=False, q_rank=0)
+            plain = replace(
+                choice, query_refit_steps=0, output_refit=False, q_rank=0, recalibrate=False
+            )
             rank = latent_rank(choice, architecture)
             _, report = convert_layer(layer, config=plain, rank=rank, statistics=statistics)
             assert report.output_error is not None, "measured on kept sequences"

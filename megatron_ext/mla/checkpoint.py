@@ -27,7 +27,7 @@ from megatron_ext.mla.convert import convert_layer
 from megatron_ext.mla.decoder import DenseDecoder
 from megatron_ext.mla.layer_summary import LayerSummary, summary_in, summary_of
 from megatron_ext.mla.layers import LatentLayer
-from megatron_ext.mla.problems import conversion_problems
+from megatron_ext.mla.problems import conversion_problems, text_problems
 from megatron_ext.mla.read import attention_prefix, read_layer
 from megatron_ext.mla.sequential import convert_sequentially
 from megatron_ext.mla.sizes import latent_rank
@@ -56,6 +56,8 @@ class CheckpointConversion:
     statistics: StatisticsFile | None
     dtype: torch.dtype | None = None
     """Of the weights; None = as they are."""
+    recalibrated: StatisticsFile | None = None
+    """Inputs of the layers behind partial rotation (`recalibration`)."""
 
     @classmethod
     def of(
@@ -72,7 +74,7 @@ class CheckpointConversion:
         Raises:
             ValueError: the options do not fit the checkpoint, or the target exists; all reasons.
         """
-        wrong = conversion_problems(config, source.architecture)
+        wrong = conversion_problems(config, source.architecture) + text_problems(config)
         layers = source.architecture.num_layers
         is_fitted_in_order = config.sequential_compensation
         if config.needs_statistics and statistics is None and not is_fitted_in_order:
@@ -124,6 +126,10 @@ class CheckpointConversion:
     def statistics_of(self, layer: int) -> LayerStatistics | None:
         """One layer's calibration."""
         return None if self.statistics is None else self.statistics.layer(layer)
+
+    def recalibrated_of(self, layer: int) -> LayerStatistics | None:
+        """The inputs of one layer behind partial rotation."""
+        return None if self.recalibrated is None else self.recalibrated.layer(layer)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -247,6 +253,7 @@ def _convert(conversion: CheckpointConversion, layer: int) -> LayerSummary:
         config=config,
         rank=latent_rank(config, source.architecture),
         statistics=conversion.statistics_of(layer),
+        recalibrated=conversion.recalibrated_of(layer),
     )
     summary = summary_of(layer, report, seconds=time.perf_counter() - started)
     _save(conversion, converted, summary)

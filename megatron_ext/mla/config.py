@@ -15,6 +15,7 @@ from megatron_ext.weights.architecture import MlaLayout
 RopeStrategy = Literal["high", "low", "uniform", "2-norm", "residual"]
 LowRankMethod = Literal["paper-joint", "paper-split", "whitened", "transmla", "best"]
 KvBalance = Literal["none", "energy", "channel-rms"]
+RidgeOn = Literal["inputs", "outputs"]
 
 FOUND = -1
 """A number that calibration finds (`budget`)."""
@@ -82,12 +83,16 @@ class MLAConfig:
     whitening: bool = True
     """Minimise the error of keys and values on calibration text. Off: of the weights."""
 
+    recalibrate: bool = False
+    """Minimise it for the inputs that layers have once rotation is partial everywhere: a second
+    pass over --calibration-data. Off: for the inputs in the original model."""
+
     token_weight: float = 0.95
     """Share, from 0 to 1, of the calibration that counts tokens by the attention they receive."""
 
     kv_balance: KvBalance = "energy"
     """What is made equal between keys and values before their error is minimised: nothing, the
-    energy, or the mean size of a channel."""
+    energy, or the mean size of a channel (layout deepseek, strategy 2-norm: of a rotated one)."""
 
     kv_balance_factor: float = 1.0
     """With --kv-balance: energy of the keys in units of that of the values."""
@@ -115,6 +120,10 @@ class MLAConfig:
 
     moment_ridge: float = 1e-3
     """Share of the mean second moment of activations that is added to all directions."""
+
+    ridge_on: RidgeOn = "inputs"
+    """Activations that --moment-ridge is added to: the inputs, or keys and values (outputs), where
+    it changes no direction and so nothing."""
 
     metric_ridge: float = 1e-3
     """The same for the metric."""

@@ -57,13 +57,18 @@ def convert_layer(
     config: MLAConfig,
     rank: int,
     statistics: LayerStatistics | None = None,
+    recalibrated: LayerStatistics | None = None,
 ) -> tuple[LatentLayer, LayerReport]:
     """Convert one layer; `rank` is R (`sizes.latent_rank`), the weights keep their type.
+
+    recalibrated: sums of the inputs behind partial rotation (`recalibration`), for `recalibrate`.
 
     Raises:
         ValueError: the options do not fit the layer, or need statistics that are missing.
     """
     split, pairs_BK = split_layer(layer, config=config, statistics=statistics)
+    if config.recalibrate:
+        statistics = _recalibrated(statistics, recalibrated)
     latent = compress(split, layer, config=config, rank=rank, statistics=statistics)
     converted = assemble(split, latent, layer)
     if config.needs_inputs:
@@ -84,6 +89,18 @@ def convert_layer(
         output_error=_output_error(layer, converted, statistics),
         cache=cache_of(converted),
     )
+
+
+def _recalibrated(
+    statistics: LayerStatistics | None, recalibrated: LayerStatistics | None
+) -> LayerStatistics:
+    """The statistics for the latent: the second moment is that of the second pass."""
+    if recalibrated is None:
+        raise ValueError(
+            "--recalibrate: there are no sums of the model with partial rotation here. Convert a "
+            "checkpoint with --calibration-data, or use --no-recalibrate."
+        )
+    return needed(statistics).with_moment_of(recalibrated)
 
 
 def split_layer(

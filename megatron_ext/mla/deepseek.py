@@ -42,6 +42,8 @@ class SharedKey:
     """b, complex, with a^H b = 1 for each slot."""
     pairs_K: Tensor
     """The pair at whose frequency each slot turns."""
+    rest_XGP: Tensor | None = None
+    """Real orthonormal directions that no slot has; None = not made."""
     loss: float | None = None
     """Expected loss of all pairs, in the units of `LogitResiduals`; None = not known."""
 
@@ -105,7 +107,19 @@ def split_shared(
         frequencies_BK=pairs.frequencies_P[shared.pairs_K][None],
         softmax_scale=(width + 2 * num_slots) ** -0.5,
         rotary_loss=loss,
+        channels_XM=None if shared.rest_XGP is None else _channels(shared.rest_XGP, layer),
     )
+
+
+def _channels(rest_XGP: Tensor, layer: AttentionLayer) -> Tensor:
+    """Real and imaginary parts of directions, and the widths in no pair, as rows over G * W."""
+    pairs, count = layer.pairs, len(rest_XGP)
+    rows_YGW = rest_XGP.new_zeros(2 * count, layer.num_groups, pairs.head_size)
+    rows_YGW[:count][..., pairs.first_P] = rest_XGP
+    rows_YGW[count:][..., pairs.second_P] = rest_XGP
+    eye_MM = torch.eye(layer.num_groups * pairs.head_size, dtype=rest_XGP.dtype)
+    plain_MM = eye_MM.view(layer.num_groups, pairs.head_size, -1)[:, pairs.plain].flatten(0, 1)
+    return torch.cat((rows_YGW.flatten(1), plain_MM))
 
 
 def _complex(layer: AttentionLayer) -> torch.dtype:
@@ -193,6 +207,9 @@ def energy_directions(
     _check_slots(num_slots, stride=stride, fold=fold, num_pairs=layer.pairs.count)
     directions_KGP = _no_slots(layer, num_slots)
     per_fold = fold // stride
+    shape = (layer.num_groups, layer.pairs.count)
+    eye_XGP = torch.eye(shape[0] * shape[1], dtype=torch.float64).view(-1, *shape)
+    rest = [eye_XGP.view(*shape, *shape)[:, num_slots * stride :].flatten(0, 1)]
     for first in range(0, num_slots, per_fold):
         channels = torch.arange(first * stride, first * stride + fold)
         moment_nn = key_moment(layer, statistics, channels).real
@@ -200,9 +217,14 @@ def energy_directions(
         best_pn = vectors_nn.flip(1)[:, :per_fold].T
         slots = slice(first, first + per_fold)
         directions_KGP[slots, :, channels] = best_pn.view(per_fold, -1, fold).to(torch.complex128)
+        others_XGF = vectors_nn[:, :-per_fold].T.view(-1, layer.num_groups, fold)
+        others_XGP = others_XGF.new_zeros(len(others_XGF), *shape)
+        others_XGP[..., channels] = others_XGF
+        rest.append(others_XGP)
     return SharedKey(
         read_KGP=directions_KGP,
         write_KGP=directions_KGP,
+        rest_XGP=torch.cat(rest),
         pairs_K=torch.arange(num_slots) * stride,
     )
 

@@ -73,6 +73,7 @@ def compress(
         config,
         times_blocks(key_roots, key_GND.flatten(0, 1)),
         times_blocks(value_roots, value_GVD.flatten(0, 1)),
+        channels_XM=split.channels_XM,
         moment_DD=moment_DD,
     )
     parts = [(key_GND.flatten(0, 1) * factor, key_roots), (value_GVD.flatten(0, 1), value_roots)]
@@ -80,7 +81,14 @@ def compress(
         parts = [(torch.cat([rows for rows, _ in parts]), key_roots + value_roots)]
     ranks = _ranks(rank, [min(rows.shape) for rows, _ in parts])
     found = [
-        factorise(rows, rank=r, moment_DD=moment_DD, roots=roots, ridge=config.moment_ridge)
+        factorise(
+            rows,
+            rank=r,
+            moment_DD=moment_DD,
+            roots=roots,
+            ridge=config.moment_ridge,
+            ridge_on=config.ridge_on,
+        )
         for (rows, roots), r in zip(parts, ranks, strict=True)
         if r > 0
     ]
@@ -162,7 +170,12 @@ def output_metric(
 
 
 def _balance(
-    config: MLAConfig, key_MD: Tensor, value_MD: Tensor, *, moment_DD: Tensor | None
+    config: MLAConfig,
+    key_MD: Tensor,
+    value_MD: Tensor,
+    *,
+    channels_XM: Tensor | None,
+    moment_DD: Tensor | None,
 ) -> float:
     """Factor on keys before the latent is found, undone after."""
     if config.kv_balance == "none":
@@ -170,6 +183,7 @@ def _balance(
     if config.kv_balance == "energy":
         sizes = [energy(rows, moment_DD) ** 0.5 for rows in (value_MD, key_MD)]
     else:
+        key_MD = key_MD if channels_XM is None else channels_XM.double() @ key_MD
         sizes = [mean_row_size(rows, moment_DD) for rows in (value_MD, key_MD)]
     if min(sizes) <= _NOTHING * max(sizes):
         return 1.0

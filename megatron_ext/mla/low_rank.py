@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_ext.mla.config import RidgeOn
+
 _FLOOR = 1e-8
 """Singular values below this share of the largest are noise of the eigenvalues they come from."""
 
@@ -52,6 +54,7 @@ def factorise(
     moment_DD: Tensor | None = None,
     roots: Sequence[Tensor] = (),
     ridge: float = 0.0,
+    ridge_on: RidgeOn = "inputs",
 ) -> LowRank:
     """The best rank-R product; float64, and the latent has unit moments under C.
 
@@ -59,6 +62,8 @@ def factorise(
     roots: M^(1/2) as blocks on its diagonal, symmetric, positive, of the rows from top to bottom;
         none = the identity.
     ridge: share of its mean eigenvalue that is added to C, so that few tokens do.
+    ridge_on: "outputs" = to W C W^T instead, as in principal components of the outputs: its
+        eigenvectors stay, so neither the ridge nor a C that is singular matters.
 
     Raises:
         ValueError: the rank is not from 1 to I, or C is not positive (with its ridge).
@@ -71,6 +76,8 @@ def factorise(
             "--kv-rank, --kv-dims-per-head or --cache-ratio."
         )
     scaled_MD = times_blocks(roots, weight_MD.double())
+    if ridge_on == "outputs" and moment_DD is not None:
+        return _principal(scaled_MD, moment_DD.double(), rank=rank, roots=roots)
     lower_DD = None if moment_DD is None else cholesky(moment_DD, ridge=ridge)
     whole_MD = scaled_MD if lower_DD is None else scaled_MD @ lower_DD
     if weight_MD.shape[0] <= weight_MD.shape[1]:
@@ -85,6 +92,19 @@ def factorise(
         if lower_DD is not None:
             down_RD = torch.linalg.solve_triangular(lower_DD, down_RD, upper=False, left=False)
     return LowRank(up_MR=over_blocks(roots, up_MR), down_RD=down_RD, singular_values_I=values_I)
+
+
+def _principal(
+    scaled_MD: Tensor, moment_DD: Tensor, *, rank: int, roots: Sequence[Tensor]
+) -> LowRank:
+    """By the principal directions of M^(1/2) W x; nothing of C is inverted."""
+    values_M, left_MM = _eigen(scaled_MD @ moment_DD @ scaled_MD.T)
+    sizes_R = values_M[:rank].clamp(min=float(values_M[0]) * _FLOOR + 1e-300)
+    return LowRank(
+        up_MR=over_blocks(roots, left_MM[:, :rank] * sizes_R),
+        down_RD=(left_MM[:, :rank] / sizes_R).T @ scaled_MD,
+        singular_values_I=values_M[: min(scaled_MD.shape)],
+    )
 
 
 def _eigen(gram: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,8 @@ OptionValues = Mapping[str, str | float | int | bool]
 _WEIGHTS_ONLY: OptionValues = {
     "kv_split": False,
     "whitening": False,
+    "recalibrate": False,
+    "ridge_on": "inputs",
     "token_weight": 0.0,
     "kv_balance": "none",
     "kv_balance_factor": 1.0,
@@ -30,8 +32,15 @@ _CHANGES: dict[str, OptionValues] = {
     "paper-split": {"kv_split": True},
     # SVD-LLM, arXiv 2403.07378; CARE-U, arXiv 2603.17946; MHA2MLA-VLM, arXiv 2601.11464
     "whitened": {"whitening": True},
-    # Meng et al. 2025, arXiv 2502.07864: balanced PCA with 1 % damping
-    "transmla": {"whitening": True, "kv_balance": "channel-rms", "moment_ridge": 0.01},
+    # Meng et al. 2025, arXiv 2502.07864: balanced PCA of keys and values in the model with partial
+    # rotation, 1 % damping of their Gram matrix
+    "transmla": {
+        "whitening": True,
+        "recalibrate": True,
+        "kv_balance": "channel-rms",
+        "moment_ridge": 0.01,
+        "ridge_on": "outputs",
+    },
 }
 
 

@@ -42,6 +42,17 @@ def conversion_problems(
         *_size_problems(config, architecture),
         *_norm_problems(config, architecture),
         *_sequential_problems(config, architecture),
+        *_recalibration_problems(config),
+    ]
+
+
+def text_problems(config: MLAConfig) -> list[str]:
+    """What is missing for a second pass; a file of statistics is not enough."""
+    if not config.recalibrate or config.calibration_data:
+        return []
+    return [
+        "--recalibrate (of --low-rank-method transmla) without --calibration-data: the text runs "
+        "again through the model with partial rotation. Give the text, or use --no-recalibrate."
     ]
 
 
@@ -240,6 +251,24 @@ def _sequential_problems(config: MLAConfig, architecture: Architecture) -> list[
             f"{flag} with rotary pairs that are to be found: convert without it first, and give "
             "the --rope-pairs and --rope-stride of that report."
         )
+    return wrong
+
+
+def _recalibration_problems(config: MLAConfig) -> list[str]:
+    """Of a second pass over the calibration text."""
+    if not config.recalibrate:
+        return []
+    wrong = []
+    for flag, is_given, remedy in (
+        ("--no-whitening", not config.whitening, "Leave it out"),
+        (f"--token-weight {config.token_weight:g}", config.token_weight, "Use --token-weight 0"),
+        ("--sequential-compensation", config.sequential_compensation, "Leave it out"),
+    ):
+        if is_given:
+            wrong.append(
+                f"{flag} with --recalibrate, which takes plain second moments of inputs and no "
+                f"more. {remedy}, or use --no-recalibrate."
+            )
     return wrong
 
 

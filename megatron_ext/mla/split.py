@@ -30,6 +30,9 @@ class RotarySplit:
     """Without a bias: it adds the same to all logits of a query, which the softmax ignores."""
     frequencies_BK: Tensor
     softmax_scale: float
+    channels_XM: Tensor | None = None
+    """Orthonormal rows over the G * N plain key widths: what a channel of plain keys is; None = a
+    width."""
     norms: LatentNorms | None = None
     rotary_loss: float | None = None
     """Share of the pairs' attention-weighted logit variance that is lost; None = not known."""

@@ -11,7 +11,7 @@ Legend: as in `layers`, and T tokens, P pairs, F features (`logit_residual`), S 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
@@ -85,6 +85,11 @@ class LayerStatistics:
         read_DD = self.received_moment_DD / self.received
         return (1 - token_weight) * plain_DD + token_weight * read_DD
 
+    def with_moment_of(self, other: Self) -> Self:
+        """With the mean second moment of other inputs."""
+        moment_DD = other.moment_DD * (self.tokens / other.tokens)
+        return replace(self, moment_DD=moment_DD)
+
     @property
     def mean_D(self) -> Tensor:
         """Mean of x."""
@@ -141,6 +146,24 @@ def sequence_statistics(
         attention_H2=torch.stack(attention).double(),
         metric_HWW=torch.stack(metrics).double(),
         inputs_STD=x_TD[None] if keep else x_TD.new_empty((0, *x_TD.shape)),
+    )
+
+
+def input_statistics(x_TD: Tensor) -> LayerStatistics:
+    """Sums of one sequence's inputs alone; all that heads make of them is empty."""
+    nothing, empty = torch.zeros((), dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
+    return LayerStatistics(
+        tokens=torch.tensor(len(x_TD)),
+        sum_D=x_TD.sum(0).double(),
+        moment_DD=(x_TD.T @ x_TD).double(),
+        received=nothing,
+        received_moment_DD=empty,
+        query_norms_HP=empty,
+        key_norms_GP=empty,
+        gram_HPFF=empty,
+        attention_H2=empty,
+        metric_HWW=empty,
+        inputs_STD=x_TD.new_empty((0, *x_TD.shape)),
     )
 
 

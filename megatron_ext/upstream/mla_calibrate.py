@@ -4,7 +4,7 @@ Sequences are dealt to data-parallel ranks and run forward only through Megatron
 see the normalised input of every attention layer and add up what the rank's own heads make of it;
 activations are not held.  `mla_collect` brings the sums to the writer.
 Invariant the tests check: sums and kept inputs are those of one rank, on every layout.
-Not covered: layers of Transformer Engine, models that are converted already.
+Not covered: layers of Transformer Engine; of a converted model only inputs can be summed.
 
 Legend: T tokens of a sequence, D model, S kept sequences.
 """
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from megatron_ext.mla.config import MLAConfig
 from megatron_ext.mla.layers import AttentionLayer
 from megatron_ext.mla.rotary_pairs import rotary_pairs
-from megatron_ext.mla.statistics import LayerStatistics, sequence_statistics
+from megatron_ext.mla.statistics import LayerStatistics, input_statistics, sequence_statistics
 from megatron_ext.packing.batch import RowLayout, Sample, build_microbatch
 from megatron_ext.packing.types import Microbatch
 from megatron_ext.upstream.arguments import Options
@@ -96,7 +96,29 @@ def calibrate(
             they see is not finite.
     """
     _refuse(stepper, architecture)
+    if architecture.latent is not None:
+        raise ValueError(
+            f"{architecture.family} has latent attention already: there is nothing to convert."
+        )
     share = _Share.of(stepper, sequences, architecture=architecture, config=config)
+    return _watched(stepper, sequences, share=share)
+
+
+def calibrate_inputs(
+    stepper: Stepper, architecture: Architecture, sequences: Sequence[Tensor], *, config: MLAConfig
+) -> dict[int, LayerStatistics]:
+    """As `calibrate`, of the inputs alone (`input_statistics`): of a converted model too."""
+    _refuse(stepper, architecture)
+    config = replace(config, calibration_kept=0)
+    share = _Share.of(
+        stepper, sequences, architecture=architecture, config=config, is_of_inputs=True
+    )
+    return _watched(stepper, sequences, share=share)
+
+
+def _watched(
+    stepper: Stepper, sequences: Sequence[Tensor], *, share: _Share
+) -> dict[int, LayerStatistics]:
     layers: Any = [y for chunk in stepper.model.bare_chunks for y in chunk.decoder.layers]
     sums: dict[int, LayerSums] = {}
     work, is_quiet = len(layers) * len(share.numbers), not share.layout.is_writer
@@ -117,7 +139,7 @@ def calibrate(
         ]
     )
     own = {index: sums.pop(index).total_on_cpu() for index in list(sums)}
-    found = collect(own, share.layout, num_layers=architecture.num_layers)
+    found = collect(own, share.layout, num_layers=share.architecture.num_layers)
     return {index: _in_order(found.pop(index), share) for index in list(found)}
 
 
@@ -132,6 +154,8 @@ class _Share:
     num_sequences: int
     numbers: list[int]
     """Sequences of this data-parallel rank, in order; those that do not exist are fillers."""
+    is_of_inputs: bool = False
+    """Whether only the inputs are summed."""
 
     @classmethod
     def of(cls, stepper: Stepper, sequences: Sequence[Tensor], **options: Any) -> _Share:
@@ -182,12 +206,7 @@ class LayerSums:
         if number < self._share.num_sequences:
             x_TD = self._whole(inputs[0])
             with x_TD.device:  # of positions and other new tensors
-                found = sequence_statistics(
-                    local_layer(attention, self._share.architecture),
-                    x_TD,
-                    num_queries=self._share.config.calibration_queries,
-                    keep=self._keeps(number),
-                )
+                found = self._sums(attention, x_TD, number=number)
             self.is_finite &= all(bool(value.isfinite().all()) for value in vars(found).values())
             self.total = found if self.total is None else self.total + found
         self._on_input()
@@ -197,6 +216,16 @@ class LayerSums:
         if self.total is None:
             return None
         return LayerStatistics(**{name: value.cpu() for name, value in vars(self.total).items()})
+
+    def _sums(self, attention: Any, x_TD: Tensor, *, number: int) -> LayerStatistics:
+        if self._share.is_of_inputs:
+            return input_statistics(x_TD)
+        return sequence_statistics(
+            local_layer(attention, self._share.architecture),
+            x_TD,
+            num_queries=self._share.config.calibration_queries,
+            keep=self._keeps(number),
+        )
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """The whole sequence [T, D] in float32 from this rank's part [S(/t), 1, D] of its row."""
@@ -243,10 +272,6 @@ def _refuse(stepper: Stepper, architecture: Architecture) -> None:
             f"--tensor-model-parallel-size {stepper.layout.tp_size} does not divide the "
             f"{architecture.num_groups} KV heads, whose statistics are made on the ranks. Use a "
             "size that does."
-        )
-    if architecture.latent is not None:
-        wrong.append(
-            f"{architecture.family} has latent attention already: there is nothing to convert."
         )
     if wrong:
         raise ValueError("\n  ".join(wrong))

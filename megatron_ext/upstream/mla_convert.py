@@ -14,12 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-import torch.distributed
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext.data.hugging_face import load_tokenizer
 from megatron_ext.evaluation.perplexity import (
     Mean,
     TokenScores,
@@ -27,16 +24,14 @@ from megatron_ext.evaluation.perplexity import (
     paired_difference,
     sliding_windows,
 )
-from megatron_ext.mla.assembly import assemble
 from megatron_ext.mla.checkpoint import (
     CheckpointConversion,
     all_summaries,
     begin,
-    convert_layers,
     convert_layers_in_order,
 )
 from megatron_ext.mla.layer_summary import LayerSummary
-from megatron_ext.mla.problems import conversion_notices, conversion_problems
+from megatron_ext.mla.problems import conversion_notices, conversion_problems, text_problems
 from megatron_ext.mla.report import Judgement, write_report
 from megatron_ext.mla.statistics_file import StatisticsFile, fingerprint, save_statistics
 from megatron_ext.upstream.checkpoint_tensors import on_writer
@@ -46,10 +41,14 @@ from megatron_ext.upstream.evaluate import (
     read_tokens,
     score_windows,
 )
-from megatron_ext.upstream.hf_weights import raise_together
 from megatron_ext.upstream.layout import Layout, open_layout
 from megatron_ext.upstream.mla_calibrate import calibrate, read_calibration
 from megatron_ext.upstream.mla_job import MlaJob, hf_source, model_lengths, too_long
+from megatron_ext.upstream.mla_recalibrate import (
+    convert_my_layers,
+    recalibrated,
+    write_target,
+)
 from megatron_ext.weights.checks import Checkpoint, open_checkpoint
 
 _STATISTICS = "statistics.safetensors"
@@ -65,7 +64,7 @@ def convert_to_mla(job: MlaJob) -> list[LayerSummary]:
     source, words = open_checkpoint(path), [*job.words, "--hf-model", str(path)]
     lengths = model_lengths(job)
     wrong = too_long(lengths, source.architecture.max_positions)
-    wrong += conversion_problems(job.config, source.architecture)
+    wrong += conversion_problems(job.config, source.architecture) + text_problems(job.config)
     if wrong:
         raise ValueError("\n  ".join(wrong))
     options = parse_for_evaluation(words, seq_length=max([2, *lengths.values()]))
@@ -87,8 +86,9 @@ def convert_to_mla(job: MlaJob) -> list[LayerSummary]:
     if job.config.sequential_compensation:
         on_writer(layout, lambda: _convert_in_order(job, conversion, words))
     else:
-        _convert_my_layers(job, conversion)
-    on_writer(layout, lambda: _assemble(job, conversion))
+        conversion = recalibrated(conversion, words, layout=layout)
+        convert_my_layers(conversion)
+    on_writer(layout, lambda: _write(conversion))
     if job.evaluation_text is not None:
         converted = [*job.words, "--hf-model", str(job.target)]
         scores.append(_scores(job, job.evaluation_text, converted, layout=layout))
@@ -154,24 +154,6 @@ def _begun(conversion: CheckpointConversion, layout: Layout) -> CheckpointConver
     return replace(conversion, config=config)
 
 
-def _convert_my_layers(job: MlaJob, conversion: CheckpointConversion) -> None:
-    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mine = range(rank, conversion.architecture.num_layers, count)
-    problems = []
-    with tqdm(total=len(mine), desc="layers", disable=rank != 0, leave=False) as bar:
-
-        def done(summary: LayerSummary) -> None:
-            bar.update()
-            if rank == 0:
-                bar.write(summary.line)
-
-        try:
-            convert_layers(conversion, mine, done=done)
-        except ValueError as error:
-            problems.append(str(error))
-    raise_together(problems)
-
-
 def _convert_in_order(job: MlaJob, conversion: CheckpointConversion, words: Sequence[str]) -> None:
     config = job.config
     options = parse_for_evaluation(words, seq_length=config.calibration_context)
@@ -185,14 +167,8 @@ def _convert_in_order(job: MlaJob, conversion: CheckpointConversion, words: Sequ
         convert_layers_in_order(conversion, sequences, done=done)
 
 
-def _assemble(job: MlaJob, conversion: CheckpointConversion) -> None:
-    announced = conversion.announced()
-    total = sum(info.num_bytes for info in announced.values())
-    with tqdm(total=total, desc="writing", unit="B", unit_scale=True, leave=False) as bar:
-        assemble(conversion, progress=bar.update)
-    source = conversion.source.source.location
-    if source.suffix == ".gguf":
-        load_tokenizer(source).save_pretrained(str(job.target))
+def _write(conversion: CheckpointConversion) -> None:
+    write_target(conversion)
     write_report(conversion, all_summaries(conversion), judgement=None)
 
 

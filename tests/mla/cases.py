@@ -55,4 +55,5 @@ class Case:
 
     def convert(self, config: MLAConfig, **changes: Any) -> LatentLayer:
         found = {"rank": self.rank(config), "statistics": self.statistics()} | changes
+        found.setdefault("recalibrated", self.statistics())  # one layer: rotation is behind it
         return convert_layer(self.layer, config=config, **found)[0]

@@ -197,10 +197,11 @@ def test_o_keys_are_balanced_against_whole_values(layout):
     split, _ = split_layer(case.layer, config=config, statistics=statistics)
     latent = compress(split, case.layer, config=config, rank=10, statistics=statistics)
     keys_MD, values_MD = split.key_plain_GND.flatten(0, 1), case.layer.value_GVD.flatten(0, 1)
-    sizes = [(case.x_TD @ w.T).square().mean(0).sqrt().mean() for w in (keys_MD, values_MD)]
+    channels_XD = keys_MD if split.channels_XM is None else split.channels_XM @ keys_MD
+    sizes = [(case.x_TD @ w.T).square().mean(0).sqrt().mean() for w in (channels_XD, values_MD)]
     scaled_MD = torch.cat((keys_MD * sizes[1] / sizes[0], values_MD))
-    ridge = config.moment_ridge
-    wanted = factorise(scaled_MD, rank=10, moment_DD=statistics.moment(), ridge=ridge)
+    options = {"ridge": config.moment_ridge, "ridge_on": config.ridge_on}
+    wanted = factorise(scaled_MD, rank=10, moment_DD=statistics.moment(), **options)
     wanted_MD = wanted.up_MR @ wanted.down_RD
     wanted_MD[: len(keys_MD)] *= sizes[0] / sizes[1]
     found_MR = torch.cat((latent.key_up_GNR.flatten(0, 1), latent.value_up_GVR.flatten(0, 1)))

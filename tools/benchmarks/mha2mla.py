@@ -20,8 +20,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -36,7 +38,6 @@ from megatron_ext.evaluation.perplexity import (
 from megatron_ext.mla.assembly import assemble
 from megatron_ext.mla.checkpoint import CheckpointConversion, begin, convert_layers
 from megatron_ext.mla.config import MLAConfig
-from megatron_ext.mla.presets import preset
 from megatron_ext.mla.statistics_file import StatisticsFile, fingerprint, save_statistics
 from megatron_ext.report.whole_file import whole_file
 from megatron_ext.upstream.cpu import device_mode
@@ -48,40 +49,11 @@ from megatron_ext.upstream.evaluate import (
 )
 from megatron_ext.upstream.layout import Layout, close_layout, open_layout
 from megatron_ext.upstream.mla_calibrate import calibrate, read_calibration
+from megatron_ext.upstream.mla_recalibrate import recalibrated
 from megatron_ext.weights.architecture import Architecture
 from megatron_ext.weights.checks import Checkpoint, open_checkpoint
+from tools.benchmarks.mha2mla_methods import LADDER, METHODS, ROTARY
 from tools.benchmarks.rollout import smollm2_file
-
-_SHARED = {"mla_layout": "deepseek", "rope_pairs": 16, "rope_stride": 2}
-"""A rotary key for all heads of 16 slots for 32 pairs."""
-_NO_REFIT = {"query_refit_steps": 0, "output_refit": False}
-METHODS: Mapping[str, MLAConfig] = {
-    "paper": preset("paper-joint", rope_strategy="2-norm", rope_pairs=4, rope_compensation=False),
-    "uniform joint": preset(
-        "paper-joint", rope_strategy="uniform", rope_pairs=4, rope_compensation=False
-    ),
-    "transmla": preset("transmla", rope_strategy="2-norm", rope_fold=4, **_SHARED),
-    "care-u": preset("whitened", kv_split=True, rope_strategy="2-norm", rope_fold=4, **_SHARED),
-    "ours, paper": preset("best", rope_pairs=8),
-    "ours, deepseek": preset("best", **_SHARED),
-}
-LADDER: Mapping[str, MLAConfig] = {
-    "1 weights": preset("paper-joint", **_SHARED),
-    "2 whitened": preset("whitened", **_SHARED),
-    "3 balanced": preset("whitened", kv_balance="energy", **_SHARED),
-    "4 token weights": preset("best", metric_exponent=0.0, **_NO_REFIT, **_SHARED),
-    "5 metric": preset("best", **_NO_REFIT, **_SHARED),
-    "6 refits": preset("best", **_SHARED),
-}
-ROTARY: Mapping[str, MLAConfig] = {
-    "all pairs": preset("paper-joint", rope_strategy="high", rope_pairs=32),
-    "transmla, 16 slots": METHODS["transmla"],
-    "ours, 16 slots": preset("best", **_NO_REFIT, **_SHARED),
-    "ours, 32 slots": preset(
-        "best", mla_layout="deepseek", rope_pairs=32, rope_stride=1, **_NO_REFIT
-    ),
-}
-"""At full rank, where only rotation is lost; for models with 32 pairs."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -97,6 +69,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--calibration-tokens", type=int, default=32768)
     parser.add_argument("--refit-tokens", type=int, default=24576, help="of them, for the refits")
     parser.add_argument("--evaluation-tokens", type=int, default=16384, help="of each text")
+    parser.add_argument(
+        "--save-tokens", type=Path, help="safetensors file of the token ids, of one context"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, help="folder that is kept; default: a temporary one")
 
@@ -118,19 +93,27 @@ class Bench:
     work: Path
     options: Namespace
 
+    def calibration(self, context: int) -> dict[str, Any]:
+        """Options of every conversion at a context length."""
+        return {
+            "calibration_data": [str(path) for path in self.options.calibration_text],
+            "calibration_context": context,
+            "calibration_tokens": self.options.calibration_tokens,
+            "calibration_kept": max(1, self.options.refit_tokens // context),
+        }
+
+    def sequences(self, context: int) -> list[Tensor]:
+        """The text of calibration."""
+        options = parse_for_evaluation(["--hf-model", str(self.model)], seq_length=context)
+        config = MLAConfig(**self.calibration(context))
+        return read_calibration(options, config, flag="--calibration-text")
+
     def calibrated(self, context: int) -> StatisticsFile:
         """Statistics at a context length."""
         path = self.work / f"statistics_{context}.safetensors"
         if not path.is_file():
-            config = MLAConfig(
-                calibration_data=[str(path) for path in self.options.calibration_text],
-                calibration_context=context,
-                calibration_tokens=self.options.calibration_tokens,
-                calibration_kept=max(1, self.options.refit_tokens // context),
-            )
-            words = ["--hf-model", str(self.model)]
-            options = parse_for_evaluation(words, seq_length=context)
-            sequences = read_calibration(options, config, flag="--calibration-text")
+            config, sequences = MLAConfig(**self.calibration(context)), self.sequences(context)
+            options = parse_for_evaluation(["--hf-model", str(self.model)], seq_length=context)
             stepper = open_stepper(options, layout=self.layout)
             layers = calibrate(stepper, self.architecture, sequences, config=config)
             marks = fingerprint(sequences)
@@ -176,6 +159,8 @@ class Bench:
                 # The checks refuse a full rank, which saves nothing.
                 new = CheckpointConversion.of if config.cache_ratio else _unchecked
                 job = begin(new(source, target, config=config, statistics=statistics))
+                words = ["--hf-model", str(self.model)]
+                job = recalibrated(job, words, layout=self.layout)
                 layers = range(self.architecture.num_layers)
                 with tqdm(layers, desc=name, leave=False) as bar:
                     convert_layers(job, bar, done=lambda _: None)
@@ -218,6 +203,8 @@ def _at_context(bench: Bench, context: int) -> dict[str, object]:
         windows = [text.tokens[w.start : w.end] for w in text.windows]
         for warning in statistics.warnings(context_length=context, text=windows):
             tqdm.write(f"warning: {warning}")
+    if options.save_tokens is not None:
+        _save_tokens(options.save_tokens, bench.sequences(context), texts)
     original = bench.scores(bench.model, texts, name=f"original {context}")
     figures: dict[str, object] = {}
     if options.rotary:
@@ -235,7 +222,7 @@ def _at_context(bench: Bench, context: int) -> dict[str, object]:
         found: dict[str, dict[str, TokenScores]] = {"original": original}
         seconds = {}
         for name, config in rows.items():
-            sized = replace(config, cache_ratio=ratio)
+            sized = replace(config, cache_ratio=ratio, **bench.calibration(context))
             key = f"{name} {context} {ratio:g}"
             found[name], seconds[name] = bench.converted(sized, statistics, texts, name=key)
             tqdm.write(f"{key}: {seconds[name]:.0f} s")
@@ -243,6 +230,15 @@ def _at_context(bench: Bench, context: int) -> dict[str, object]:
             figures |= _rows(found, text, where=f"{text.name} {context} at {ratio:.2%}")
         figures[f"conversion seconds {context} at {ratio:.2%}"] = seconds
     return figures
+
+
+def _save_tokens(path: Path, sequences: list[Tensor], texts: list[_Text]) -> None:
+    """What other programs need to be measured on the same: token ids [sequences, tokens]."""
+    tensors = {"calibration": torch.stack(sequences)}
+    for text in texts:
+        full = [w for w in text.windows if w.end - w.start == text.windows[0].end]
+        tensors[text.name] = torch.stack([text.tokens[w.start : w.end] for w in full])
+    save_file(tensors, path)
 
 
 def _unchecked(
