@@ -40,10 +40,11 @@ _held_here: dict[str, dict[str, object]] = {}
 
 
 @contextmanager
-def hold(path: Path, *, what: str, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
+def hold(path: Path, *, what: str, patience: float | None = None) -> Iterator[None]:
     """Hold the lock `path` in a block.
 
     what: a flag and its value, for messages.
+    patience: seconds that a holder is waited for; None = PATIENCE_SECONDS.
 
     Raises:
         ValueError: another process holds it; names its host, process id and start.
@@ -57,7 +58,8 @@ def hold(path: Path, *, what: str, patience: float = PATIENCE_SECONDS) -> Iterat
         "pid": os.getpid(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
-    handle = _acquired(path, what=what, patience=patience)
+    seconds = PATIENCE_SECONDS if patience is None else patience
+    handle = _acquired(path, what=what, patience=seconds)
     with suppress(OSError):  # no room to say by whom
         os.truncate(handle, 0)
         os.pwrite(handle, json.dumps(owner).encode() + b"\n", 0)

@@ -19,6 +19,7 @@ from megatron_ext.report.metrics import NONFINITE_SUFFIX
 from megatron_ext.rl.phases import Phases
 from megatron_ext.rl.policy import Policy
 from megatron_ext.rl.rollouts import play
+from megatron_ext.rl.stop import Stop
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,14 @@ class Evaluator:
     """Sampled episodes of each task."""
     seed: int
 
-    def __call__(self, policy: Policy, *, version: int) -> tuple[dict[str, float], list[Episode]]:
-        """Metrics, and all episodes.  Collective; the same on every rank."""
+    def __call__(
+        self, policy: Policy, *, version: int, stop: Stop | None = None
+    ) -> tuple[dict[str, float], list[Episode]]:
+        """Metrics, and all episodes.  Collective; the same on every rank.
+
+        Raises:
+            StepDropped: a rank was told to end meanwhile.
+        """
         phases = Phases()
         found: dict[str, float] = {}
         kept: list[Episode] = []
@@ -49,7 +56,7 @@ class Evaluator:
             starts = evaluation_starts(
                 self.tasks, samples=samples, seed=derived_seed(self.seed, _STREAM)
             )
-            episodes = play(policy, runner, starts, version=version, phases=phases)
+            episodes = play(policy, runner, starts, version=version, phases=phases, stop=stop)
             kept += episodes
             found |= _metrics(episodes, samples=samples, end=end)
         return found | {"eval_seconds": phases.metrics()["seconds"]}, kept

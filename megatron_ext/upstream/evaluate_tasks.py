@@ -6,6 +6,7 @@ Invariant the tests check: rates and transcripts do not depend on the layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 
@@ -106,15 +107,17 @@ def evaluate_tasks(options: Options, sampled: Sampled) -> Played:
             sampling=options.rollout.sampling,
             timed_calls=timed_calls,
         )
-        with SamplingBar(
-            total=-(-len(starts) // layout.dp_size),
-            unit="episode",
-            is_shown=decoder.is_driver and layout.dp_rank == 0,
-        ) as bar:
+        with (
+            closing(timed_calls),
+            SamplingBar(
+                total=-(-len(starts) // layout.dp_size),
+                unit="episode",
+                is_shown=decoder.is_driver and layout.dp_rank == 0,
+            ) as bar,
+        ):
             engine = RolloutEngine(decoder, options.rollout)
             found = play_on_replicas(engine, runner, starts, layout, on_episode=_shown(bar))
             seconds = bar.seconds
-        timed_calls.close()
     return Played(
         evaluation=summarize(found, ks=sampled.ks, group_by=sampled.group_by),
         episodes=found,
