@@ -73,6 +73,14 @@ def hold(path: Path, *, what: str, patience: float | None = None) -> Iterator[No
         os.close(handle)
 
 
+@contextmanager
+def hold_target(path: Path, *, what: str) -> Iterator[None]:
+    """Hold a file or folder that does not exist yet, by a lock beside it; see `hold`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with hold(path.with_name(f".{path.name}.lock"), what=what):
+        yield
+
+
 def _acquired(path: Path, *, what: str, patience: float) -> int:
     """A descriptor of the locked file, which has the name `path`."""
     deadline = time.monotonic() + patience

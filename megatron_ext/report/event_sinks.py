@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from megatron_ext.files.appended import AppendedFile
@@ -28,22 +29,25 @@ class TensorBoardEvents:
 
     def __init__(self, folder: Path, *, resume_step: int | None) -> None:
         try:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise ImportError(
                 f"TensorBoard events need the package tensorboard ({error}). Install it with "
                 "`pip install tensorboard`, or pass --no-tensorboard-events."
             ) from error
-        self._event, self._summary, self._framed = Event, Summary, RecordWriter
+        events: Any = event_pb2  # their contents are made when they are imported
+        summaries: Any = summary_pb2
+        self._event, self._summary, self._framed = events.Event, summaries.Summary, RecordWriter
         self.place = str(folder)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = AppendedFile(folder / f"{name}.{uuid4().hex[:8]}")
-        first = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+        first = [self._event(wall_time=time.time(), file_version="brain.Event:2")]
         if resume_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            first.append(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+            start = events.SessionLog(status=events.SessionLog.START)
+            first.append(
+                self._event(wall_time=time.time(), step=resume_step + 1, session_log=start)
+            )
         self._first = b"".join(map(self._record, first))
         """What a file begins with; written before the first metrics."""
 
@@ -58,9 +62,9 @@ class TensorBoardEvents:
     def close(self, outcome: Outcome) -> None:
         """Nothing is pending."""
 
-    def _record(self, event: object) -> bytes:
+    def _record(self, event: Any) -> bytes:
         framed = BytesIO()
-        self._framed(framed).write(event.SerializeToString())  # type: ignore[attr-defined]
+        self._framed(framed).write(event.SerializeToString())
         return framed.getvalue()
 
 

@@ -117,9 +117,7 @@ def open_loop(
     stop: Stop,
     gaps: Gaps,
 ) -> ReinforcementLoop:
-    """Everything but the loop over steps; to be closed.
-
-    gaps: told of episodes that could not be recorded.
+    """Everything but the loop over steps; to be closed.  gaps: told of episodes that get lost.
 
     Raises:
         OSError: the record of an earlier process cannot be continued.
@@ -140,6 +138,15 @@ def open_loop(
     ) -> EpisodeRunner:
         return EpisodeRunner(new_environment, limits=limits, sampling=sampling, timed_calls=calls)
 
+    transcripts = Transcripts(
+        options.report.output_dir,
+        decode=decode,
+        per_step=config.rollouts_per_step,
+        max_bytes=int(config.rollouts_megabytes * MEGABYTE),
+        resume_step=start.step or None,
+        is_writer=learner.is_writer,
+        gaps=gaps,
+    )
     evaluator = None
     if config.eval_every:
         evaluator = Evaluator(
@@ -164,15 +171,7 @@ def open_loop(
             is_writer=learner.is_writer,
             idle_steps=start.idle_steps,
         ),
-        transcripts=Transcripts(
-            options.report.output_dir,
-            decode=decode,
-            per_step=config.rollouts_per_step,
-            max_bytes=int(config.rollouts_megabytes * MEGABYTE),
-            resume_step=start.step or None,
-            is_writer=learner.is_writer,
-            gaps=gaps,
-        ),
+        transcripts=transcripts,
         batch_size=args.global_batch_size,
         max_response_tokens=options.rollout.rollout_max_new_tokens,
         seed=args.seed,

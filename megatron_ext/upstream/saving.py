@@ -129,4 +129,5 @@ class Checkpoints:
     def _remember_random(self) -> None:
         """Keep the random states that a checkpoint of this moment would have."""
         _, own = random_states(self._stepper.layout).values()
-        self._random = copy.deepcopy(own.data)
+        saved: Any = own.data
+        self._random = copy.deepcopy(saved)
