@@ -59,6 +59,9 @@ def open_output_folder(output_dir: str, *, is_new_run: bool) -> Path:
     folder = Path(output_dir)
     with usable(output_dir):
         folder.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS_NAME, CONFIG_NAME, REPORT_NAME, WANDB_NAMES[1]):
+            for leftover in folder.glob(f".{name}.*.tmp"):  # of a process that was killed
+                leftover.unlink()
         if is_new_run:
             _move_earlier_run(folder)
     return folder
