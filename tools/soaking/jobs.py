@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -141,9 +142,11 @@ def _launch(job: Job, folder: Path, words: Sequence[str], tell: int) -> int:
     os.close(write_end)
     logger = forked(lambda: _log(read_end))
     os.close(read_end)
-    store = f".store-{os.getpid()}"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     ranks = [
-        forked(lambda rank=rank: _rank(rank, job, words, store)) for rank in range(job.num_ranks)
+        forked(lambda rank=rank: _rank(rank, job, words, port)) for rank in range(job.num_ranks)
     ]
 
     def forward(number: int, frame: object) -> None:
@@ -167,7 +170,6 @@ def _launch(job: Job, folder: Path, words: Sequence[str], tell: int) -> int:
             while any(map(_is_alive, ranks)) and time.monotonic() < deadline:
                 time.sleep(0.02)
             forward(signal.SIGKILL, None)
-    Path(store).unlink(missing_ok=True)
     for standard in (1, 2):
         os.close(standard)
     os.waitpid(logger, 0)
@@ -186,15 +188,14 @@ def _log(read_end: int) -> int:
     return 0
 
 
-def _rank(rank: int, job: Job, words: Sequence[str], store: str) -> int:
+def _rank(rank: int, job: Job, words: Sequence[str], port: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     lock.PATIENCE_SECONDS = 0.3
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.num_ranks))
     os.environ.update(TORCHELASTIC_RUN_ID="soak", MASTER_ADDR="localhost", MASTER_PORT="0")
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, job.num_ranks), rank=rank, world_size=job.num_ranks
-    )
+    store = dist.TCPStore("127.0.0.1", port, job.num_ranks, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks)
     sys.argv[1:] = list(words)
     return pretrain_rl.main_in_one_sentence()
 
