@@ -12,8 +12,8 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
 import torch
@@ -24,8 +24,10 @@ from megatron_ext.data.order import SampleOrder
 from megatron_ext.environments.arithmetic_samples import DemonstrationSamples
 from megatron_ext.packing.batch import Sample
 from megatron_ext.packing.plan import StepPlan, plan_step
-from megatron_ext.report.recorder import RunRecorder
+from megatron_ext.report.sink import RunStopped
 from megatron_ext.rewards.verifiers import Verifiers
+from megatron_ext.rl.stop import StepDropped
+from megatron_ext.rl.watch import NothingToTrain
 from megatron_ext.upstream import checkpoint
 from megatron_ext.upstream.arguments import Options, build_parser, parse
 from megatron_ext.upstream.checkpoint_source import find_source
@@ -35,37 +37,47 @@ from megatron_ext.upstream.layout import Layout, close_layout, open_layout
 from megatron_ext.upstream.learner import MegatronLearner
 from megatron_ext.upstream.microbatches import replica_of, to_device
 from megatron_ext.upstream.model import build_trainable
-from megatron_ext.upstream.rl_run import open_loop, tasks_id
+from megatron_ext.upstream.orphans import tied_to_launcher
+from megatron_ext.upstream.rl_run import evaluate_first, open_loop, tasks_id
+from megatron_ext.upstream.run_folders import held_folders, open_recorder
+from megatron_ext.upstream.saving import Checkpoints
 from megatron_ext.upstream.step import Stepper, build_stepper
+from megatron_ext.upstream.stopping import Stopping
 from megatron_ext.upstream.update import update
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run one training job; every rank calls it."""
-    with device_mode():
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one training job; every rank calls it.  The exit code of one that was told to end."""
+    exit_code = 0
+    with device_mode(), tied_to_launcher():
         options = parse(argv)
         layout = open_layout(options.megatron)
         run = train if options.algorithm.algorithm == "sft" else reinforce
-        run(options, layout)
+        try:
+            with Stopping(options.megatron) as stop, own_folders(options, layout):
+                run(options, layout, stop)
+        except RunStopped as stopped:
+            exit_code = stopped.exit_code
         close_layout()
+    return exit_code
 
 
-def train(options: Options, layout: Layout) -> None:
+def train(options: Options, layout: Layout, stop: Stopping) -> None:
     """Steps of sample, plan, forward-backward, update, validate, record and save."""
     args = options.megatron
-    try:
+    with refusing():
         data, valid = read_data(options, layout)
         stepper, start = open_model(options, layout, samples_id=data.identity)
-    except ValueError as error:
-        logging.getLogger(__name__).debug("refused", exc_info=True)
-        build_parser().refuse([str(error)])
+        recorder = open_recorder(options, layout, start=start)
     order = SampleOrder(num_samples=len(data.samples), seed=args.seed)
-    with open_recorder(options, layout, start=start) as recorder:
+    checkpoints = Checkpoints(options, stepper, stop, samples_id=data.identity, start=start)
+    with recorder:
         consumed = start.consumed_samples
         for step in range(start.step + 1, args.train_iters + 1):
             batch = [data.samples[i] for i in order.take(consumed, args.global_batch_size)]
             metrics = train_step(options, stepper, batch=batch)
             consumed += args.global_batch_size
+            checkpoints.finished(step, consumed_samples=consumed)
             metrics["epoch"] = consumed / len(data.samples)
             if data.bad_lines:
                 metrics["skipped_lines"] = len(data.bad_lines)
@@ -73,61 +85,57 @@ def train(options: Options, layout: Layout) -> None:
             if valid and (is_last or is_due(step, args.eval_interval)):
                 metrics |= validate(options, stepper, samples=valid.samples)
             recorder.log(step, metrics)
-            save(options, stepper, step=step, consumed=consumed, samples_id=data.identity)
+            checkpoints.after_step()
 
 
-def reinforce(options: Options, layout: Layout) -> None:
+def reinforce(options: Options, layout: Layout, stop: Stopping) -> None:
     """Steps of roll out, score, learn, evaluate, record and save."""
     args, samples_id = options.megatron, tasks_id(options)
     with Verifiers(options.rewards) as verify:
-        try:
+        with refusing():
             stepper, start = open_model(options, layout, samples_id=samples_id)
             learner = MegatronLearner(options, stepper, is_new=start.step == 0)
             recorder = open_recorder(options, layout, start=start)
-            loop = open_loop(options, learner, verify=verify, resume_step=start.step or None)
-        except ValueError as error:
-            logging.getLogger(__name__).debug("refused", exc_info=True)
-            build_parser().refuse([str(error)])
-        with recorder, closing(loop):
+            loop = open_loop(
+                options, learner, verify=verify, start=start, stop=stop, gaps=recorder.gaps
+            )
+        checkpoints = Checkpoints(options, stepper, stop, samples_id=samples_id, start=start)
+        with closing(loop), recorder:
             consumed = start.consumed_samples
-            if start.step == 0 and (found := loop.evaluate(0)):
-                recorder.log(0, found)
-            for step in range(start.step + 1, args.train_iters + 1):
-                metrics = loop.step(step, consumed=consumed)
-                consumed += args.global_batch_size
-                if loop.is_evaluated(step, last=args.train_iters):
-                    metrics |= loop.evaluate(step)
-                recorder.log(step, metrics | {"peak_memory_bytes": peak_memory_bytes()})
-                save(options, stepper, step=step, consumed=consumed, samples_id=samples_id)
+            if loop.is_evaluated(start.step, last=args.train_iters):
+                evaluate_first(loop, recorder, layout, step=start.step)
+            try:
+                for step in range(start.step + 1, args.train_iters + 1):
+                    metrics = loop.step(step, consumed=consumed)
+                    consumed += args.global_batch_size
+                    idle = loop.watch.idle_steps
+                    checkpoints.finished(step, consumed_samples=consumed, idle_steps=idle)
+                    if loop.is_evaluated(step, last=args.train_iters):
+                        metrics |= loop.evaluate(step)
+                    recorder.log(step, metrics | {"peak_memory_bytes": peak_memory_bytes()})
+                    checkpoints.after_step()
+                    loop.watch.end_if_idle()
+            except StepDropped:  # before its first update; it is done again after a resume
+                checkpoints.after_dropped_step()
 
 
-def open_recorder(options: Options, layout: Layout, *, start: checkpoint.Progress) -> RunRecorder:
-    """What records the run's metrics, on the writing rank."""
-    args = options.megatron
-    return RunRecorder(
-        options.report,
-        is_writer=layout.is_writer,
-        options=options.as_record(),
-        total_steps=args.train_iters,
-        resume_step=start.step or None,
-        world_size=args.world_size,
-        wandb_project=args.wandb_project or None,
-        wandb_name=args.wandb_exp_name or None,
-    )
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turn what speaks against a run before it begins into one message and status 2."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        logging.getLogger(__name__).debug("refused", exc_info=True)
+        build_parser().refuse([str(error)])
 
 
-def save(options: Options, stepper: Stepper, *, step: int, consumed: int, samples_id: str) -> None:
-    """Save a checkpoint after a step that --save-interval, or the end, asks for one."""
-    args = options.megatron
-    if args.save and (step == args.train_iters or is_due(step, args.save_interval)):
-        checkpoint.save(
-            args,
-            stepper.model,
-            stepper.layout,
-            progress=checkpoint.Progress(step=step, consumed_samples=consumed),
-            samples_id=samples_id,
-            keep=options.checkpoint.keep_checkpoints,
-        )
+@contextmanager
+def own_folders(options: Options, layout: Layout) -> Iterator[None]:
+    """Hold the run's folders in a block; a run that cannot have them is refused."""
+    with ExitStack() as held:
+        with refusing():
+            held.enter_context(held_folders(options, layout))
+        yield
 
 
 def open_model(
@@ -245,6 +253,15 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def main_in_one_sentence() -> int:
+    """`main`; a run that cannot go on says why in one message, and leaves the rest to its page."""
+    try:
+        return main()
+    except (NothingToTrain, OSError) as error:
+        logging.getLogger(__name__).debug("the run failed", exc_info=True)
+        build_parser().fail(str(error))
+
+
 if __name__ == "__main__":
     quiet_libraries()
-    sys.exit(main())
+    sys.exit(main_in_one_sentence())

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from megatron_ext.files.lock import hold_target
 from megatron_ext.upstream import mla_command
 from megatron_ext.upstream.convert import Conversion, is_hf, to_hf, to_megatron
 from megatron_ext.upstream.cpu import device_mode
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if options.dry_run:
                 show(conversion)
             else:
-                run(conversion)
+                with hold_target(options.output, what=f"the output {options.output}"):
+                    run(conversion)
     except ValueError as error:
         parser.error(str(error))
     if options.peak:

@@ -1,6 +1,7 @@
 """What episodes looked like, as JSONL that stops growing at a limit.
 
-One line an episode: task, reward, how it ended, and the text of its parts.
+One line an episode: task, reward, how it ended, and the text of its parts.  What a task brings
+along is in an object of its own, `metadata`: its keys are the user's, not the record's.
 Invariants the tests check: the file never exceeds its limit; each line is a whole JSON object.
 """
 
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.environments.episode import Episode
+from megatron_ext.files.appended import AppendedFile
+from megatron_ext.report.run_record import json_value
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -31,7 +34,7 @@ def transcript(
         "end_reason": episode.end_reason,
         "tokens": len(episode.ids),
         "sampled_tokens": episode.num_sampled,
-        **dict(episode.metadata),
+        "metadata": json_value(episode.metadata),
         "parts": [
             {"role": span.role, "text": shortened(decode(span.ids), max_characters)}
             for span in episode.spans()
@@ -61,19 +64,23 @@ class TranscriptFile:
 
     def __init__(self, path: str | Path, *, max_bytes: int) -> None:
         """A file at `path`, which is continued if it exists; what does not fit is counted."""
-        self._path = Path(path)
-        self._room = max_bytes - (self._path.stat().st_size if self._path.exists() else 0)
+        self.path = Path(path)
+        self._file = AppendedFile(self.path)
+        self._room = max_bytes - (self.path.stat().st_size if self.path.exists() else 0)
         self.num_written = 0
         self.num_left_out = 0
 
     def add(self, record: dict[str, Any]) -> bool:
-        """Append a record; False = there is no room for it."""
+        """Append a record; False = its size has no room for it.
+
+        Raises:
+            OSError: the disk does not take it; nothing of it is left.
+        """
         line = json.dumps(record, ensure_ascii=False, default=str).encode(errors="replace") + b"\n"
         if len(line) > self._room:
             self.num_left_out += 1
             return False
-        with self._path.open("ab") as file:
-            file.write(line)
+        self._file.append(line)
         self._room -= len(line)
         self.num_written += 1
         return True

@@ -38,6 +38,7 @@ class LivePage:
         interval_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.place = str(path)
         self._path = path
         self._title = title
         self._record = record

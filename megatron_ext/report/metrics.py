@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 
+from megatron_ext.files.appended import AppendedFile
 from megatron_ext.report.output_folder import replacing
 from megatron_ext.report.sink import Number, Outcome
 
@@ -89,37 +91,57 @@ def cut_metrics(path: Path, *, last_step: int) -> int | None:
 
 
 class MetricsFile:
-    """Appends a line a step to metrics.jsonl.
+    """Appends a line a step to metrics.jsonl; what the disk does not take is kept and tried again.
 
     resume_step: step of the checkpoint this process continues from; what lies after it is cut.
     None = start the file empty.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
-        self._path = path
+        self.path = path
         self.last_step = None
-        if resume_step is not None and path.exists():
+        if resume_step is None:
+            path.write_bytes(b"")
+        elif path.exists():
             self.last_step = cut_metrics(path, last_step=resume_step)
-        # Unbuffered: a line is with the system when write() returns, whatever kills the process.
-        self._file = path.open("ab" if resume_step is not None else "wb", buffering=0)
+        else:
+            path.touch()
+        self._file = AppendedFile(path)
+        self._waiting: deque[tuple[int, bytes]] = deque()
+
+    @property
+    def waiting_steps(self) -> list[int]:
+        """Steps that the disk has not taken yet."""
+        return [step for step, _ in self._waiting]
 
     def write(self, step: int, metrics: Mapping[str, Number]) -> None:
-        """Append one line.  Raises OSError naming the file when the disk does not take it."""
+        """Append one line, after those that wait.  Raises OSError if the disk does not take it."""
         line = json.dumps(encode_record(step, metrics), allow_nan=False) + "\n"
-        left = line.encode("ascii")
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"cannot append step {step} to {self._path} ({error.strerror}). Make room on that "
-                "disk or choose another --output-dir, then resume from the last checkpoint.",
-            ) from error
-        self.last_step = step
+        self._waiting.append((step, line.encode("ascii")))
+        self._flush()
+
+    def amend(self, step: int, metrics: Mapping[str, Number]) -> None:
+        """Replace the last line, which is of that step.  Raises OSError."""
+        cut_metrics(self.path, last_step=step - 1)
+        self.write(step, metrics)
 
     def close(self, outcome: Outcome) -> None:
-        self._file.close()
+        """Append what waits.  Raises OSError when the disk does not take it."""
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            step, line = self._waiting[0]
+            try:
+                self._file.append(line)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"step {step} cannot be appended to {self.path} ({error.strerror}). It is kept "
+                    "in memory and written as soon as there is room",
+                ) from error
+            self._waiting.popleft()
+            self.last_step = step
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, dict]]:

@@ -2,7 +2,7 @@
 
 Invariant: whoever opens a replaced file reads the old content or the new, never a part of either,
 also when the writer is killed in between.
-Not covered: two runs that write to one folder at the same time.
+Two runs at the same time are kept apart by a lock (files/lock.py), which the caller holds.
 """
 
 from __future__ import annotations
@@ -37,28 +37,39 @@ def replacing(path: Path) -> Iterator[TextIO]:
         beside.unlink(missing_ok=True)
 
 
-def open_output_folder(output_dir: str, *, is_new_run: bool) -> Path:
-    """Create the folder; for a new run, move what an earlier run left into `previous-N/` beside it.
-
-    Raises OSError naming --output-dir when the folder cannot be created or is not a folder.
-    """
-    folder = Path(output_dir)
+@contextmanager
+def usable(output_dir: str) -> Iterator[None]:
+    """Let errors of files that are opened in a block name --output-dir and the remedy."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if is_new_run:
-            _move_earlier_run(folder)
+        yield
     except OSError as error:
         raise OSError(
             error.errno,
             f"--output-dir {output_dir} cannot be used as the folder of this run "
-            f"({error.strerror}). Choose a folder that this user may create and write to.",
+            f"({error.strerror}). Choose a folder that this user may create and write to, with "
+            "room on its disk.",
         ) from error
+
+
+def open_output_folder(output_dir: str, *, is_new_run: bool) -> Path:
+    """Create the folder; for a new run, move what an earlier run left into `previous-N/` in it.
+
+    Raises OSError naming --output-dir when the folder cannot be created or is not a folder.
+    """
+    folder = Path(output_dir)
+    with usable(output_dir):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS_NAME, CONFIG_NAME, REPORT_NAME, WANDB_NAMES[1]):
+            for leftover in folder.glob(f".{name}.*.tmp"):  # of a process that was killed
+                leftover.unlink()
+        if is_new_run:
+            _move_earlier_run(folder)
     return folder
 
 
 def _move_earlier_run(folder: Path) -> None:
-    metrics = folder / METRICS_NAME
-    if not metrics.exists() or metrics.stat().st_size == 0:
+    records = [folder / name for name in (METRICS_NAME, ROLLOUTS_NAME, EVALUATIONS_NAME)]
+    if not any(path.exists() and path.stat().st_size > 0 for path in records):
         return
     number = 1
     while (folder / f"previous-{number}").exists():

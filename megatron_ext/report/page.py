@@ -25,6 +25,7 @@ MAX_POINTS = 300
 """Points of a curve; in a longer series each is the mean of a stretch, in a band low to high."""
 REFRESH_SECONDS = 30
 """How often a browser reads the page again while the run goes."""
+KILLED_HINT = "; if that is long ago, the run was killed, and the same command continues it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,20 +90,28 @@ def format_value(name: str, value: float) -> str:
 
 def _header(page: Page) -> str:
     step, total = page.history.last_step, page.record.total_steps
-    words = {"running": "Running", "finished": "Finished", "failed": "Failed"}[page.outcome.status]
+    status = page.outcome.status
+    words = status.capitalize()
     if step is not None:
         words += f" at step {step:,}" + ("" if total is None else f" of {total:,}")
     bar = ""
     if total and step is not None:
         bar = f'<progress max="{total}" value="{step}"></progress>'
     failure = ""
-    if page.outcome.reason:
+    if status == "stopped":
+        failure = f"<p>{escape(page.outcome.reason)}</p>"
+    elif page.outcome.reason:
         details = _details("Traceback", f"<pre>{escape(page.outcome.details)}</pre>")
         failure = f'<div class="failure">{escape(page.outcome.reason)}{details}</div>'
+    gaps = ""
+    if page.outcome.gaps:
+        lines = "".join(f"<li>{escape(gap)}</li>" for gap in page.outcome.gaps)
+        gaps = f'<div class="warning">The record is incomplete:<ul>{lines}</ul></div>'
+    hint = KILLED_HINT if status == "running" else ""
     return f"""<header><h1>{escape(page.title)}</h1>
-<p><span class="status {page.outcome.status}">{words}</span>
-<span class="muted">updated {escape(page.updated)}</span></p>
-{bar}{failure}</header>"""
+<p><span class="status {status}">{words}</span>
+<span class="muted">updated {escape(page.updated)}{hint}</span></p>
+{bar}{failure}{gaps}</header>"""
 
 
 def _tiles(page: Page) -> str:

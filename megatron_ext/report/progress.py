@@ -59,6 +59,8 @@ def key_figures(metrics: Mapping[str, Number]) -> str:
 class TerminalBar:
     """A bar that redraws itself in place."""
 
+    place = "the terminal"
+
     def __init__(self, total_steps: int | None, *, start_step: int, stream: TextIO) -> None:
         self._bar = tqdm(
             total=total_steps, initial=start_step, file=stream, unit="step", dynamic_ncols=True
@@ -74,6 +76,8 @@ class TerminalBar:
 
 class PlainLines:
     """A line for the first and the last step, and between them at most one an interval."""
+
+    place = "stderr"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""config.json: every option of a run, the versions it ran with, its commit and its command line.
+"""config.json: options of a run, versions it ran with, its commit, command line and outcome.
 
 Invariant: strict JSON whatever the options hold (dtypes, enums, functions become their text).
 Values of options that are named like a secret (`..._api_key`, `..._password`) are left out, on the
@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +23,7 @@ from pathlib import Path
 
 import megatron_ext
 from megatron_ext.report.output_folder import replacing
+from megatron_ext.report.sink import Number, Outcome
 
 PACKAGES = ("torch", "megatron-core", "transformers")
 _SECRET = re.compile(r"(api[_-]?key|password|secret|(access|auth|hf)[_-]token)$", re.IGNORECASE)
@@ -45,6 +46,14 @@ class RunRecord:
     resume_step: int | None
     started: str
     """ISO 8601, UTC."""
+    status: str = "running"
+    """running, finished, stopped or failed; a run that was killed is still "running"."""
+    reason: str = ""
+    """Why it was stopped or failed."""
+    gaps: tuple[str, ...] = ()
+    """What the record of the run lacks, a sentence each."""
+    ended: str | None = None
+    """ISO 8601, UTC; None = it runs, or was killed."""
 
 
 def describe_run(
@@ -76,6 +85,30 @@ def write_run_record(path: Path, record: RunRecord) -> None:
     with replacing(path) as file:
         json.dump(vars(record), file, indent=2, allow_nan=False)
         file.write("\n")
+
+
+class RunRecordFile:
+    """config.json as a sink: it gets the outcome of the run."""
+
+    def __init__(self, path: Path, record: RunRecord) -> None:
+        """Write the record of a run that begins."""
+        self.place = str(path)
+        self._path, self._record = path, record
+        write_run_record(path, record)
+
+    def write(self, step: int, metrics: Mapping[str, Number]) -> None:
+        """Metrics are not kept here."""
+
+    def close(self, outcome: Outcome) -> None:
+        """Write how the run ended."""
+        record = replace(
+            self._record,
+            status=outcome.status,
+            reason=outcome.reason,
+            gaps=tuple(outcome.gaps),
+            ended=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        write_run_record(self._path, record)
 
 
 def json_value(value: object) -> object:

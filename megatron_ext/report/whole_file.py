@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 
 def check_writable(path: Path, *, flag: str) -> None:
@@ -22,7 +23,7 @@ def check_writable(path: Path, *, flag: str) -> None:
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Where to write a file that gets the name `path` at the end, and is removed after an error."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid4().hex[:8]}.partial")
     try:
         yield partial
         partial.replace(path)

@@ -15,9 +15,11 @@ from megatron_ext.environments.episode import Episode
 from megatron_ext.environments.runner import EpisodeRunner
 from megatron_ext.environments.seeds import derived_seed
 from megatron_ext.evaluation.tasks import Evaluation, evaluation_starts, summarize
+from megatron_ext.report.metrics import NONFINITE_SUFFIX
 from megatron_ext.rl.phases import Phases
 from megatron_ext.rl.policy import Policy
 from megatron_ext.rl.rollouts import play
+from megatron_ext.rl.stop import Stop
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +38,14 @@ class Evaluator:
     """Sampled episodes of each task."""
     seed: int
 
-    def __call__(self, policy: Policy, *, version: int) -> tuple[dict[str, float], list[Episode]]:
-        """Metrics, and all episodes.  Collective; the same on every rank."""
+    def __call__(
+        self, policy: Policy, *, version: int, stop: Stop | None = None
+    ) -> tuple[dict[str, float], list[Episode]]:
+        """Metrics, and all episodes.  Collective; the same on every rank.
+
+        Raises:
+            StepDropped: a rank was told to end meanwhile.
+        """
         phases = Phases()
         found: dict[str, float] = {}
         kept: list[Episode] = []
@@ -48,7 +56,7 @@ class Evaluator:
             starts = evaluation_starts(
                 self.tasks, samples=samples, seed=derived_seed(self.seed, _STREAM)
             )
-            episodes = play(policy, runner, starts, version=version, phases=phases)
+            episodes = play(policy, runner, starts, version=version, phases=phases, stop=stop)
             kept += episodes
             found |= _metrics(episodes, samples=samples, end=end, is_writer=policy.is_writer)
         return found | {"eval_seconds": phases.metrics()["seconds"]}, kept
@@ -73,7 +81,9 @@ def _named(result: Evaluation, *, end: str) -> dict[str, float]:
         name = f"eval_pass_rate{end}" if k == 1 else f"eval_pass_at_{k}{end}"
         found |= {name: rate.value, f"{name}_low": rate.low, f"{name}_high": rate.high}
     for group, rate in result.groups.items():
-        found[f"eval_pass_rate{end}_{group.partition('=')[2]}"] = rate.value
+        # behind a slash: a task's own word must not become one of our names
+        word = group.partition("=")[2].replace(NONFINITE_SUFFIX, "-nonfinite")
+        found[f"eval_pass_rate{end}/{word}"] = rate.value
     return found | {
         f"eval_failed_episodes{end}": result.num_failed,
         f"eval_truncated_share{end}": result.num_truncated / result.num_episodes,

@@ -26,6 +26,7 @@ from megatron_ext.rl.objective import PolicyObjective
 from megatron_ext.rl.phases import Phases
 from megatron_ext.rl.policy import Policy, Update
 from megatron_ext.rl.scoring import Scored, score_episodes
+from megatron_ext.rl.stop import StepDropped, Stop
 from megatron_ext.rl.types import OLD_LOGPROBS, REFERENCE_LOGPROBS, Episodes
 
 EPISODE = "episode"
@@ -63,8 +64,13 @@ def learn(
     planner: Planner,
     max_response_tokens: int,
     phases: Phases,
+    stop: Stop | None = None,
 ) -> Learned:
-    """All updates on the episodes of one rollout batch.  Collective."""
+    """All updates on the episodes of one rollout batch.  Collective.
+
+    Raises:
+        StepDropped: a rank was told to end before the first update.
+    """
     kl_E = None
     if algorithm.has_kl_reward:
         with phases.phase("logprobs"):
@@ -86,6 +92,8 @@ def learn(
         if some
     ]
     rows = with_logprobs(policy, rows, objective=objective, phases=phases)
+    if stop is not None and stop.is_agreed():
+        raise StepDropped
     updates = []
     shares = _shares(len(episodes), count=loop.batch_epochs * len(rows))
     with phases.phase("train"):

@@ -10,7 +10,7 @@ Invariant the tests check: the episodes of a step are trained in that step, once
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ext.environments.base import TaskSource
 from megatron_ext.environments.calls import TimedCalls
@@ -24,6 +24,7 @@ from megatron_ext.rl.phases import Phases
 from megatron_ext.rl.policy import Policy
 from megatron_ext.rl.rollouts import play, step_starts, with_shuffled_rewards
 from megatron_ext.rl.step_metrics import learning_metrics, rollout_metrics
+from megatron_ext.rl.stop import NeverStops, StepDropped, Stop
 from megatron_ext.rl.transcripts import Transcripts
 from megatron_ext.rl.watch import Watch
 
@@ -45,6 +46,7 @@ class ReinforcementLoop:
     """Episodes of a step."""
     max_response_tokens: int
     seed: int
+    stop: Stop = field(default_factory=NeverStops)
     timed_calls: TimedCalls | None = None
     """The threads of the runners; None = environments are called in place."""
 
@@ -57,7 +59,7 @@ class ReinforcementLoop:
         """One step; `number` counts from 1, `consumed` are the episodes before it.  Collective.
 
         Raises:
-            ValueError: see `Watch`.
+            StepDropped: the run is to end, and the step has changed nothing.
         """
         phases = Phases()
         size = self.config.group_size
@@ -68,7 +70,9 @@ class ReinforcementLoop:
             group_size=size,
             seed=self.seed,
         )
-        episodes = play(self.policy, self.runner, starts, version=number - 1, phases=phases)
+        episodes = play(
+            self.policy, self.runner, starts, version=number - 1, phases=phases, stop=self.stop
+        )
         phases.seconds["reward"] = sum(e.environment_seconds for e in episodes)
         found = rollout_metrics(episodes)
         if self.config.shuffle_rewards:
@@ -81,16 +85,23 @@ class ReinforcementLoop:
             planner=self.planner,
             max_response_tokens=self.max_response_tokens,
             phases=phases,
+            stop=self.stop,
         )
         self.transcripts.add_rollouts(number, episodes, advantages=learned.scored.advantages_E)
         self.watch(number, learned)
         return found | learning_metrics(learned) | phases.metrics()
 
     def evaluate(self, number: int) -> dict[str, float]:
-        """Held-out pass rates after `number` steps; nothing without an evaluator.  Collective."""
+        """Held-out pass rates after `number` steps.  Collective.
+
+        Nothing without an evaluator, or if the run is to end before they are known.
+        """
         if self.evaluator is None:
             return {}
-        found, episodes = self.evaluator(self.policy, version=number)
+        try:
+            found, episodes = self.evaluator(self.policy, version=number, stop=self.stop)
+        except StepDropped:
+            return {}
         self.transcripts.add_evaluation(number, episodes)
         return found
 

@@ -18,6 +18,8 @@ from megatron_ext.environments.runner import EpisodeRunner
 from megatron_ext.environments.seeds import derived_seed
 from megatron_ext.rl.phases import Phases
 from megatron_ext.rl.policy import Policy
+from megatron_ext.rl.stop import NeverStops, StepDropped, Stop, StoppableGenerator
+from megatron_ext.rollout.session import RolloutSession
 
 
 def step_starts(
@@ -39,14 +41,30 @@ def play(
     *,
     version: int,
     phases: Phases,
+    stop: Stop | None = None,
 ) -> list[Episode]:
-    """Episodes of all starts, in their order, on every rank; each replica plays whole groups."""
+    """Episodes of all starts, in their order, on every rank; each replica plays whole groups.
+
+    Raises:
+        StepDropped: on every rank, if one of them was told to end meanwhile.
+    """
+    watched = NeverStops() if stop is None else stop
+
+    def drive(session: RolloutSession) -> list[Episode] | None:
+        try:
+            return runner.run(StoppableGenerator(session, watched), mine)
+        except StepDropped:
+            return None
+
     places = {group: i for i, group in enumerate(dict.fromkeys(s.group for s in starts))}
     mine = [s for s in starts if places[s.group] % policy.dp_size == policy.dp_rank]
     with phases.phase("rollout"):
-        played = policy.engine.run(lambda session: runner.run(session, mine), version=version)
+        played = policy.engine.run(drive, version=version)
     with phases.phase("sync"):
-        found = policy.gather(played)
+        parts = policy.gather([played])
+    found = [episode for part in parts if part is not None for episode in part]
+    if None in parts:
+        raise StepDropped
     phases.count("rollout", sum(episode.num_sampled for episode in found))
     return sorted(found, key=lambda episode: (places[episode.group], episode.sample))
 

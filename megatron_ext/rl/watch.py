@@ -30,24 +30,34 @@ _CAUSES = (
 )
 
 
+class NothingToTrain(ValueError):
+    """Several steps in a row had nothing to train; the message counts the reasons."""
+
+
 class Watch:
     """Looks at each step of one run."""
 
-    def __init__(self, algorithm: AlgorithmConfig, *, is_half: bool, is_writer: bool) -> None:
+    def __init__(
+        self,
+        algorithm: AlgorithmConfig,
+        *,
+        is_half: bool,
+        is_writer: bool,
+        idle_steps: int = 0,
+    ) -> None:
+        """idle_steps: steps in a row before the first one here that had nothing to train."""
         self._algorithm = algorithm
         self._gap = HALF_GAP_TOLERANCE if is_half else GAP_TOLERANCE
         self._is_writer = is_writer
         self._is_first = True
-        self._num_idle = 0
+        self.idle_steps = idle_steps
+        """Steps in a row, up to the last one, without anything to train."""
+        self._reasons = ""
 
     def __call__(self, step: int, learned: Learned) -> None:
-        """Warn about, or end, a run that goes wrong.
-
-        Raises:
-            ValueError: nothing was left to train for several steps; the reasons are counted.
-        """
+        """Warn about a run that goes wrong."""
         if learned.updates:
-            self._num_idle = 0
+            self.idle_steps = 0
             if self._is_first and self._is_writer:
                 for problem in off_policy_signs(
                     learned.updates[0].statistics,
@@ -61,21 +71,28 @@ class Watch:
                     )
             self._is_first = False
             return
-        self._num_idle += 1
+        self.idle_steps += 1
         counts = learned.scored.counts
-        reasons = (
+        self._reasons = (
             f"of {counts['episodes']} episodes {counts['invalid']} failed and "
             f"{counts['overlong_masked']} were cut at the length limit, and in "
             f"{counts['zero_variance_groups']} of {counts['groups']} groups all rewards are equal"
         )
         if self._is_writer:
-            logger.warning("step %d trains nothing: %s.", step, reasons)
-        if self._num_idle >= MOST_IDLE_STEPS:
-            raise ValueError(
-                f"nothing was left to train for {MOST_IDLE_STEPS} steps; in the last one "
-                f"{reasons}. Failed ones have their reasons in the log and in rollouts.jsonl. Use "
-                "tasks that are neither too hard nor too easy, or a larger --group-size or "
-                "--rollout-max-new-tokens."
+            logger.warning("step %d trains nothing: %s.", step, self._reasons)
+
+    def end_if_idle(self) -> None:
+        """End a run that cannot learn, once its last step is recorded.
+
+        Raises:
+            NothingToTrain: nothing was left to train for several steps.
+        """
+        if self._reasons and self.idle_steps >= MOST_IDLE_STEPS:
+            raise NothingToTrain(
+                f"nothing was left to train for {self.idle_steps} steps; in the last one "
+                f"{self._reasons}. Failed ones have their reasons in the log and in "
+                "rollouts.jsonl. Use tasks that are neither too hard nor too easy, or a larger "
+                "--group-size or --rollout-max-new-tokens."
             )
 
 

@@ -71,6 +71,8 @@ CONFIGS = {
     "report": ReportConfig,
 }
 """Our option groups, in the order ``--help`` shows them."""
+SAVE_INTERVAL_MINUTES = 10.0
+"""What a killed run loses at most where no --save-interval was chosen."""
 _MEGATRON_REFUSES = (
     ArithmeticError,
     AssertionError,
@@ -148,6 +150,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     given = parser.given(words)
     _take_from_preset(args, given)
+    if args.save_interval_minutes is None:
+        is_needed = args.save is not None and args.save_interval is None
+        args.save_interval_minutes = SAVE_INTERVAL_MINUTES if is_needed else 0.0
     of_checkpoint = _take_from_checkpoint(args, given)
     configs, wrong = _configs(args)
     wrong += of_checkpoint + unknown + problems(args, configs, given=given, machine=this_machine())
@@ -204,7 +209,8 @@ def _fill_in(args: argparse.Namespace) -> None:
     """Values that follow from others.
 
     The padded vocabulary is the same for every power of two of tensor-parallel ranks, so that
-    checkpoints fit all those layouts.  Without --save-interval only the last step is saved.
+    checkpoints fit all those layouts.  Without --save-interval the last step is saved, and others
+    by the clock (--save-interval-minutes).
     """
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length

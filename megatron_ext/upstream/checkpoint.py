@@ -78,6 +78,8 @@ class Progress:
     """Finished updates; 0 = a new run."""
     consumed_samples: int = 0
     """Position in the order of the samples."""
+    idle_steps: int = 0
+    """Steps in a row, up to this one, without anything to train."""
 
 
 def save(
@@ -186,7 +188,11 @@ def _continue(
     other = changes(args, saved_args=saved_args, samples_id=samples_id, saved_samples_id=saved_id)
     _warn(layout, f"{folder} goes on, but not as it would have", other)
     torch.distributed.barrier()
-    return Progress(step=common["iteration"], consumed_samples=saved_args.consumed_train_samples)
+    return Progress(
+        step=common["iteration"],
+        consumed_samples=saved_args.consumed_train_samples,
+        idle_steps=common.get(_OURS, {}).get("idle_steps", 0),
+    )
 
 
 def _fitting_state(
@@ -267,7 +273,7 @@ def _plain_values(
         "args": Namespace(**saved_args),
         "checkpoint_version": 3.0,
         "iteration": progress.step,
-        _OURS: {"samples_id": samples_id},
+        _OURS: {"samples_id": samples_id, "idle_steps": progress.idle_steps},
         **schedule,
     }
 

@@ -4,7 +4,7 @@ A checkpoint is written beside its final name, moved into place when all its fil
 named by Megatron's tracker file last; an old one is moved away before it is deleted.  So every
 ``iter_*`` folder is complete, and a kill at any moment leaves the previous one loadable.
 Invariant the tests check: after a kill at any file operation the newest checkpoint that was ever
-complete, or the one before it, loads.  Not covered: two jobs that save to one folder.
+complete, or the one before it, loads.  A lock (run_folders.py) keeps two jobs apart.
 """
 
 from __future__ import annotations
@@ -154,6 +154,13 @@ def publish(partial: Path, *, root: Path, step: int, keep: int) -> None:
     earlier = [other for other in complete_steps(root) if other <= step]
     for other in earlier[:-keep] if keep else []:
         shutil.rmtree(_set_aside(folder_of(root, other)), ignore_errors=True)
+
+
+def discard(root: Path, step: int) -> None:
+    """Delete the checkpoint of a step, if there is one."""
+    folder = folder_of(root, step)
+    if folder.exists():
+        shutil.rmtree(_set_aside(folder), ignore_errors=True)
 
 
 def free_space(root: Path) -> str:

@@ -66,6 +66,14 @@ class JobParser(argparse.ArgumentParser):
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message}\n")
 
+    def fail(self, message: str) -> NoReturn:
+        """End a run that cannot go on, with status 1 and one message, which only rank 0 prints."""
+        if int(os.environ.get("RANK", "0")) != 0:
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                time.sleep(_TURN_SECONDS)
+            self.exit(1)
+        self.exit(1, f"{self.prog}: error: {message}\n")
+
     def print_help(self, file: Any = None) -> None:
         """Print the help, once in a job."""
         if int(os.environ.get("RANK", "0")) == 0:

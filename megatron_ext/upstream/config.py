@@ -78,11 +78,22 @@ class CheckpointConfig:
     """Compare every file of a checkpoint with its checksum (checksums.json beside it) before it is
     loaded. Off: only files that are missing or cut short are found."""
 
+    save_interval_minutes: float | None = None
+    """Minutes after which a checkpoint is saved that --save-interval did not ask for, so that a
+    killed run loses no more; the two newest of these are kept. 0 = off. Unset = 10 with --save and
+    without --save-interval, else off."""
+
     def problems(self) -> list[str]:
         """What is wrong with the values, one sentence each."""
+        found = []
         if self.keep_checkpoints < 0:
-            return [
+            found.append(
                 f"--keep-checkpoints {self.keep_checkpoints} is negative: give the number of "
                 "checkpoints to keep, or 0 to keep all."
-            ]
-        return []
+            )
+        minutes = self.save_interval_minutes
+        if minutes is not None and not 0 <= minutes < float("inf"):
+            found.append(
+                f"--save-interval-minutes {minutes} is no time: give minutes, or 0 to turn it off."
+            )
+        return found

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.packing.types import Microbatch
 from megatron_ext.rl.objective import PolicyObjective
 from megatron_ext.rl.policy import Update
 from megatron_ext.rollout.engine import RolloutEngine
 from megatron_ext.upstream.arguments import Options
-from megatron_ext.upstream.checkpoint_tensors import load_weights, save_weights
+from megatron_ext.upstream.checkpoint_folder import clear_unfinished, free_space
+from megatron_ext.upstream.checkpoint_tensors import load_weights, on_writer, save_weights
 from megatron_ext.upstream.evaluate import token_values
 from megatron_ext.upstream.microbatches import to_device
 from megatron_ext.upstream.rollout import MegatronDecoder
@@ -41,6 +43,7 @@ class MegatronLearner:
         is_new: the run starts here; else it goes on and its reference policy is that of --load.
 
         Raises:
+            OSError: the reference policy cannot be written to --save.
             ValueError: the model cannot decode, or a resumed run has no reference policy.
         """
         self.stepper = stepper
@@ -125,8 +128,7 @@ class MegatronLearner:
         if is_new:
             self._reference = [value.detach().clone() for value in self._values()]
             if args.save:
-                folder = Path(args.save) / REFERENCE
-                save_weights(model.bare_chunks, self.layout, folder=folder)
+                self._save_reference(Path(args.save))
             return
         folder = Path(args.load) / REFERENCE
         if not folder.is_dir():
@@ -143,6 +145,23 @@ class MegatronLearner:
         with torch.no_grad():
             for value, old in zip(self._values(), kept, strict=True):
                 value.copy_(old)
+
+    def _save_reference(self, root: Path) -> None:
+        """Keep the reference policy for a resumed run.
+
+        Raises:
+            OSError: it cannot be written; one message, on every rank.
+        """
+        try:
+            chunks = self.stepper.model.bare_chunks
+            save_weights(chunks, self.layout, folder=root / REFERENCE)
+        except (OSError, CheckpointException) as error:
+            on_writer(self.layout, lambda: clear_unfinished(root, REFERENCE))
+            raise OSError(
+                f"--save {root}: the weights of the reference policy could not be written to "
+                f"{REFERENCE} ({free_space(root)} are free there); nothing is left of them. Make "
+                "room, or choose another --save."
+            ) from error
 
     def _values(self) -> list[Tensor]:
         """Everything of the chunks that a forward reads."""

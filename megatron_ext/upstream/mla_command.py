@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 from megatron.training.argument_utils import ArgumentGroupFactory
 
+from megatron_ext.files.lock import hold_target
 from megatron_ext.mla.config import MLAConfig
 from megatron_ext.mla.presets import preset_options
 from megatron_ext.mla.problems import conversion_notices, conversion_problems
@@ -117,9 +119,12 @@ def main(words: Sequence[str], *, say: Callable[[str], object]) -> None:
             show(job)
             return
         _check_outputs(options)
-        convert_to_mla(job)
-        if options.megatron_output and int(os.environ.get("RANK", "0")) == 0:
-            _to_megatron(options.output, options.megatron_output)
+        is_writer = int(os.environ.get("RANK", "0")) == 0
+        what = f"the output {options.output}"
+        with hold_target(options.output, what=what) if is_writer else nullcontext():
+            convert_to_mla(job)
+            if options.megatron_output and is_writer:
+                _to_megatron(options.output, options.megatron_output)
         close_layout()
         if options.peak:
             seconds, peak = time.perf_counter() - started, resident_peak_bytes() / 2**30

@@ -15,14 +15,19 @@ from megatron_ext.environments.runner import EpisodeRunner
 from megatron_ext.environments.sources import open_source
 from megatron_ext.packing.batch import Sample
 from megatron_ext.packing.plan import StepPlan, plan_step
+from megatron_ext.report.gaps import Gaps
+from megatron_ext.report.recorder import RunRecorder
 from megatron_ext.rewards.verifiers import Verifiers
 from megatron_ext.rl.evaluation import Evaluator
 from megatron_ext.rl.learning import Planner
 from megatron_ext.rl.loop import ReinforcementLoop
+from megatron_ext.rl.stop import Stop
 from megatron_ext.rl.transcripts import Transcripts
 from megatron_ext.rl.watch import Watch
 from megatron_ext.rollout.types import SamplingParams
 from megatron_ext.upstream.arguments import Options
+from megatron_ext.upstream.checkpoint import Progress
+from megatron_ext.upstream.checkpoint_tensors import on_writer
 from megatron_ext.upstream.layout import Layout
 from megatron_ext.upstream.learner import MegatronLearner
 from megatron_ext.upstream.microbatches import replica_of
@@ -106,11 +111,18 @@ def planner_of(options: Options, layout: Layout) -> Planner:
 
 
 def open_loop(
-    options: Options, learner: MegatronLearner, *, verify: Verifiers, resume_step: int | None
+    options: Options,
+    learner: MegatronLearner,
+    *,
+    verify: Verifiers,
+    start: Progress,
+    stop: Stop,
+    gaps: Gaps,
 ) -> ReinforcementLoop:
-    """Everything but the loop over steps.
+    """Everything but the loop over steps; to be closed.  gaps: told of episodes that get lost.
 
     Raises:
+        OSError: the record of an earlier process cannot be continued.
         ValueError: the tasks cannot be opened, or there are too few held-out ones.
     """
     args, config, tasks = options.megatron, options.loop, options.environments
@@ -129,6 +141,15 @@ def open_loop(
             source.environment, limits=limits, sampling=sampling, timed_calls=calls
         )
 
+    transcripts = Transcripts(
+        options.report.output_dir,
+        decode=decode,
+        per_step=config.rollouts_per_step,
+        max_bytes=int(config.rollouts_megabytes * MEGABYTE),
+        resume_step=start.step or None,
+        is_writer=learner.is_writer,
+        gaps=gaps,
+    )
     evaluator = None
     if config.eval_every:
         evaluator = Evaluator(
@@ -146,17 +167,28 @@ def open_loop(
         algorithm=options.algorithm,
         config=config,
         planner=planner_of(options, learner.layout),
-        watch=Watch(options.algorithm, is_half=args.bf16 or args.fp16, is_writer=learner.is_writer),
-        transcripts=Transcripts(
-            options.report.output_dir,
-            decode=decode,
-            per_step=config.rollouts_per_step,
-            max_bytes=int(config.rollouts_megabytes * MEGABYTE),
-            resume_step=resume_step,
+        watch=Watch(
+            options.algorithm,
+            is_half=args.bf16 or args.fp16,
             is_writer=learner.is_writer,
+            idle_steps=start.idle_steps,
         ),
+        transcripts=transcripts,
         batch_size=args.global_batch_size,
         max_response_tokens=options.rollout.rollout_max_new_tokens,
         seed=args.seed,
         timed_calls=calls,
+        stop=stop,
     )
+
+
+def evaluate_first(
+    loop: ReinforcementLoop, recorder: RunRecorder, layout: Layout, *, step: int
+) -> None:
+    """The evaluation before the first step, or the one that a run was stopped in."""
+    recorded = on_writer(layout, lambda: recorder.resumed_metrics)
+    if step == 0:
+        if found := loop.evaluate(0):
+            recorder.log(0, found)
+    elif recorded and not any(name.startswith("eval_") for name in recorded):
+        recorder.amend(step, loop.evaluate(step))

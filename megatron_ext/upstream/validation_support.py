@@ -38,9 +38,6 @@ _NOT_SUPPORTED = {
     "step_batch_size_schedule": "every step trains --global-batch-size samples",
     "decrease_batch_size_if_needed": "every step trains --global-batch-size samples",
     "iterations_to_skip": "every step is trained",
-    "exit_interval": "a run ends at --train-iters and can be continued",
-    "exit_duration_in_mins": "a run can be killed at any moment and continued",
-    "exit_signal_handler": "a run can be killed at any moment and continued",
     "freeze_all_layers": "there would be nothing to train",
     "checkpoint_activations": "use --recompute-granularity",
     "tensorboard_dir": "--output-dir holds the TensorBoard events",
@@ -74,6 +71,8 @@ _USED_ALL_THE_SAME = {"seq_length", "num_workers"}
 _USED_OF_IDLE_GROUPS = {"eval_interval"}
 _IDLE_GROUPS = {"validation", "profiling", "straggler", "workload inspector", "one logger", "msc"}
 _IDLE = {
+    "exit_signal_handler_for_dataloader",
+    "exit_signal_handler_for_training",
     "log_interval",
     "log_params_norm",
     "log_throughput",

@@ -53,6 +53,16 @@ def _batch_problems(args: Namespace) -> list[str]:
         )
     if args.save is None and args.save_interval is not None:
         found.append("--save-interval needs --save: name the folder to save in.")
+    if args.save is None and args.save_interval_minutes:
+        found.append("--save-interval-minutes needs --save: name the folder to save in.")
+    found += [
+        f"--{name} {value} is not a positive number: leave it out to go on to --train-iters."
+        for name, value in (
+            ("exit-interval", args.exit_interval),
+            ("exit-duration-in-mins", args.exit_duration_in_mins),
+        )
+        if value is not None and value < 1
+    ]
     return found
 
 

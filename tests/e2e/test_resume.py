@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,10 @@ STARTUP_SECONDS = 200
 DEAD_RANK_SECONDS = 60
 
 
-def start(run: Path) -> subprocess.Popen:
+def start(run: Path, *, more: Sequence[str] = MORE) -> subprocess.Popen:
     """The job on two ranks, as a user starts it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "pretrain_rl.py", *jobs.flags_of(run, *MORE)]
+    command += ["--nproc-per-node", "2", "pretrain_rl.py", *jobs.flags_of(run, *more)]
     log = (run.parent / "log").open("ab")
     with log:
         return subprocess.Popen(

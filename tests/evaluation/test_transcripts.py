@@ -25,8 +25,7 @@ def test_an_episode_reads_as_a_dialogue():
         "end_reason": "done",
         "tokens": 19,
         "sampled_tokens": 8,
-        "family": "single",
-        "level": 1,
+        "metadata": {"family": "single", "level": 1},
         "parts": [
             {"role": "prompt", "text": "Q12b+7?"},
             {"role": "policy", "text": "b+7;"},
@@ -43,6 +42,19 @@ def test_ids_errors_and_warnings_are_there_when_wanted():
     record = transcript(failed, decode=TOKENIZER.decode, with_ids=True)
     assert (record["error"], record["warnings"]) == ("broken", ["slow"])
     assert (record["ids"], record["logprobs"]) == ([1], [0.0])
+
+
+def test_r2_keys_of_a_task_touch_nothing_of_the_record():
+    """R2: `step`, `reward`, `group` of a task, in a place of their own."""
+    own = {"step": 7, "reward": 99, "group": "easy", "parts": None, "ids": {"a"}, "x": float("nan")}
+    episode = EpisodeBuilder([1]).finish(
+        task_id="t", reward=0.5, end_reason="done", group=3, metadata=own
+    )
+    record = transcript(episode, decode=str, with_ids=True)
+    assert (record["reward"], record["group"], record["ids"]) == (0.5, 3, [1])
+    assert record["metadata"]["reward"] == 99
+    assert "step" not in record
+    json.dumps(record, allow_nan=False)
 
 
 @given(st.text(max_size=50), st.integers(0, 60))

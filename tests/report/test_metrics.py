@@ -20,6 +20,7 @@ from megatron_ext.report.metrics import (
     plain_metrics,
     read_metrics,
 )
+from megatron_ext.report.sink import Outcome
 
 NAMES = st.text(alphabet='ab_/ $"é', min_size=1, max_size=4)
 
@@ -114,12 +115,18 @@ def test_a_killed_process_leaves_every_line_it_wrote(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full to stand for a full disk")
-def test_a_full_disk_is_an_error_that_names_file_and_remedy(tmp_path):
+def test_r6_a_full_disk_is_an_error_that_names_the_file_and_steps_wait(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
     file = MetricsFile(path, resume_step=None)
-    with pytest.raises(OSError, match=r"step 1 to .*metrics\.jsonl .*Make room .*--output-dir"):
+    with pytest.raises(OSError, match=r"step 1 .* to .*metrics\.jsonl .*No space"):
         file.write(1, {"loss": 0.5})
+    with pytest.raises(OSError):
+        file.write(2, {"loss": 0.25})
+    assert file.waiting_steps == [1, 2]
+    path.unlink()  # room again
+    file.close(Outcome(status="finished"))
+    assert dict(read_metrics(path)) == {1: {"loss": 0.5}, 2: {"loss": 0.25}}
 
 
 def test_every_value_that_is_no_number_is_named_at_once():

@@ -57,7 +57,9 @@ def test_a_new_run_moves_an_earlier_one_aside(tmp_path):
 
 def test_a_resumed_run_finds_its_files(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("run")
+    (tmp_path / ".metrics.jsonl.7-1a.tmp").touch()  # a process was killed in a replacement
     open_output_folder(str(tmp_path), is_new_run=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert (tmp_path / "metrics.jsonl").read_text() == "run"
 
 

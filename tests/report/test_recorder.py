@@ -13,6 +13,7 @@ from megatron_ext.report.config import ReportConfig
 from megatron_ext.report.metrics import read_metrics
 from megatron_ext.report.notices import warn_once
 from megatron_ext.report.recorder import RunRecorder, with_throughput
+from megatron_ext.report.sink import RunStopped
 
 
 def open_recorder(folder, *, resume_step=None, is_writer=True, **choices) -> RunRecorder:
@@ -80,6 +81,82 @@ def test_steps_missing_before_a_resume_are_warned_about(tmp_path, caplog):
     log_steps(open_recorder(tmp_path), range(1, 3))
     open_recorder(tmp_path, resume_step=4)
     assert "ends at step 2 but the run resumes from step 4" in caplog.text
+
+
+def test_r12_missing_metrics_are_said_once_and_in_the_report(tmp_path, caplog):
+    with open_recorder(tmp_path, resume_step=2, report_html=True) as recorder:
+        log_steps(recorder, range(3, 5))
+    said = [record.message for record in caplog.records]
+    assert "metrics.jsonl is incomplete, and the run goes on: it has no step" in said[0]
+    assert "metrics.jsonl lacks 2 steps (1 to 2): it has no step but" in said[1]
+    assert len(said) == 2
+    assert "The record is incomplete:" in (tmp_path / "report.html").read_text()
+    [gap] = json.loads((tmp_path / "config.json").read_text())["gaps"]
+    assert gap.startswith("metrics.jsonl lacks 2 steps")
+
+
+def test_r12_rollouts_without_metrics_are_moved_aside_not_cut(tmp_path):
+    (tmp_path / "rollouts.jsonl").write_text("an earlier run\n")
+    open_recorder(tmp_path)
+    assert (tmp_path / "previous-1" / "rollouts.jsonl").read_text() == "an earlier run\n"
+
+
+def test_r6_metrics_wait_for_a_disk_that_is_full(tmp_path, caplog):
+    """R6: one warning names the file and the reason, the run goes on, nothing is lost."""
+    path = tmp_path / "metrics.jsonl"
+    with open_recorder(tmp_path) as recorder:
+        recorder.log(1, {"loss": 1.0})
+        path.rename(tmp_path / "kept")
+        path.symlink_to("/dev/full")
+        log_steps(recorder, range(2, 5))
+        path.unlink()
+        (tmp_path / "kept").rename(path)
+        recorder.log(5, {"loss": 0.0})
+    assert [step for step, _ in read_metrics(path)] == [1, 2, 3, 4, 5]
+    [said] = [record.message for record in caplog.records]
+    assert "metrics.jsonl is incomplete, and the run goes on: step 2 " in said
+    assert "No space left on device" in said
+    assert json.loads((tmp_path / "config.json").read_text())["gaps"] == []
+
+
+def test_r6_a_disk_that_stays_full_is_in_the_report(tmp_path, caplog):
+    with open_recorder(tmp_path, report_html=True, tensorboard_events=True) as recorder:
+        for name in ("metrics.jsonl", "tensorboard"):
+            (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+        (tmp_path / "tensorboard").touch()  # a file where the events' folder belongs
+        log_steps(recorder, range(1, 4))
+    said = [record.message for record in caplog.records]
+    assert [sum(name in text for text in said) for name in ("metrics.jsonl is", "tensorboard")] == [
+        1,
+        1,
+    ]
+    assert "metrics.jsonl lacks 3 steps (1 to 3)" in said[-1]
+    assert "metrics.jsonl lacks 3 steps (1 to 3)" in (tmp_path / "report.html").read_text()
+
+
+def test_r8_a_run_that_was_stopped_says_so_and_why(tmp_path):
+    with pytest.raises(RunStopped), open_recorder(tmp_path, report_html=True) as recorder:
+        recorder.log(1, {"loss": 1.0})
+        assert json.loads((tmp_path / "config.json").read_text())["status"] == "running"
+        assert "the run was killed" in (tmp_path / "report.html").read_text()
+        raise RunStopped("SIGTERM came", exit_code=143)
+    page = (tmp_path / "report.html").read_text()
+    assert "Stopped at step 1 of 6" in page and "SIGTERM came" in page
+    assert "the run was killed" not in page and "refresh" not in page
+    record = json.loads((tmp_path / "config.json").read_text())
+    assert (record["status"], record["reason"]) == ("stopped", "SIGTERM came")
+
+
+def test_r8_the_step_of_a_resume_can_be_completed(tmp_path):
+    log_steps(open_recorder(tmp_path), range(1, 4))
+    with open_recorder(tmp_path, resume_step=2) as recorder:
+        assert recorder.resumed_metrics["loss"] == -1.0
+        recorder.amend(2, {"eval_pass_rate": 0.5})
+        log_steps(recorder, range(3, 4))
+    lines = dict(read_metrics(tmp_path / "metrics.jsonl"))
+    assert lines[2] == {**lines[2], "eval_pass_rate": 0.5, "loss": -1.0}
+    assert sorted(lines) == [1, 2, 3]
 
 
 def test_a_new_run_starts_afresh(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.environments.base import Observation
 from megatron_ext.rl.config import AlgorithmConfig
-from megatron_ext.rl.watch import MOST_IDLE_STEPS
+from megatron_ext.rl.watch import MOST_IDLE_STEPS, NothingToTrain
 from tests.rl.toy_policy import CONTEXT, OddTokens, ToyPolicy, loop_of
 
 DROP = AlgorithmConfig(algorithm="grpo-plus", zero_variance_groups="drop")
@@ -148,12 +148,13 @@ def test_a_bad_environment_costs_its_own_episodes(environment, share, caplog):
 def test_a_run_without_anything_to_train_ends(environment, algorithm, reason, caplog):
     policy = ToyPolicy()
     loop = loop_of(policy, environment=environment, algorithm=algorithm)
-    for step in range(1, MOST_IDLE_STEPS):
-        found = loop.step(step, consumed=16 * (step - 1))
+    for step in range(1, MOST_IDLE_STEPS + 1):
+        loop.watch.end_if_idle()
+        found = loop.step(step, consumed=16 * (step - 1))  # the fifth is there to be recorded
         assert found["updates"] == found["trained_tokens"] == 0
         assert "loss" not in found
-    with pytest.raises(ValueError, match=reason):
-        loop.step(MOST_IDLE_STEPS, consumed=16 * MOST_IDLE_STEPS)
+    with pytest.raises(NothingToTrain, match=reason):
+        loop.watch.end_if_idle()
     assert policy.calls == ["skip"] * MOST_IDLE_STEPS
     assert policy.moved == 16 * MOST_IDLE_STEPS  # the learning rate moves on
 

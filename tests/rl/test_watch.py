@@ -10,7 +10,7 @@ from megatron_ext.rl.learning import Learned
 from megatron_ext.rl.policy import Update
 from megatron_ext.rl.scoring import score_episodes
 from megatron_ext.rl.types import Episodes
-from megatron_ext.rl.watch import MOST_IDLE_STEPS, Watch
+from megatron_ext.rl.watch import MOST_IDLE_STEPS, NothingToTrain, Watch
 
 RIGHT = {
     "ratio_deviation": 0.0,
@@ -49,8 +49,8 @@ def learned(*updates, **changes):
     return Learned(scored=scored, updates=made, num_tokens=0, num_passes=1)
 
 
-def watch(*, algorithm=DROP, is_half=False, is_writer=True):
-    return Watch(algorithm, is_half=is_half, is_writer=is_writer)
+def watch(*, algorithm=DROP, is_half=False, is_writer=True, idle_steps=0):
+    return Watch(algorithm, is_half=is_half, is_writer=is_writer, idle_steps=idle_steps)
 
 
 def test_a_right_first_step_is_silent(caplog):
@@ -98,5 +98,20 @@ def test_steps_without_anything_to_train_end_the_run(caplog):
     looking(MOST_IDLE_STEPS, learned("update"))  # starts the count again
     for step in range(MOST_IDLE_STEPS - 1):
         looking(step, learned())
-    with pytest.raises(ValueError, match=r"1 failed .* in 1 of 1 groups"):
-        looking(9, learned())
+        looking.end_if_idle()
+    looking(9, learned())
+    with pytest.raises(NothingToTrain, match=r"1 failed .* in 1 of 1 groups"):
+        looking.end_if_idle()
+
+
+def test_r11_idle_steps_before_a_resume_count():
+    looking = watch(idle_steps=MOST_IDLE_STEPS - 1)
+    looking.end_if_idle()
+    looking(5, learned())
+    with pytest.raises(NothingToTrain, match=r"for 5 steps"):
+        looking.end_if_idle()
+    resumed = watch(idle_steps=MOST_IDLE_STEPS)  # saved at the fifth, with other tasks now
+    resumed.end_if_idle()
+    resumed(6, learned("update"))
+    resumed.end_if_idle()
+    assert resumed.idle_steps == 0
