@@ -37,6 +37,9 @@ from megatron_ext.data.config import DEMONSTRATIONS, DataConfig
 from megatron_ext.environments.arithmetic_tasks import TOKENIZER
 from megatron_ext.environments.config import EnvironmentConfig
 from megatron_ext.logprobs.config import LogProbsConfig
+from megatron_ext.options.job_parser import PROGRAM, USAGE
+from megatron_ext.options.megatron_ranges import MEGATRON_RANGES
+from megatron_ext.options.ranges import BadOptions, ranges_of
 from megatron_ext.packing.config import PackingConfig
 from megatron_ext.parallel.config import ParallelConfig
 from megatron_ext.report.config import ReportConfig
@@ -71,6 +74,8 @@ CONFIGS = {
     "report": ReportConfig,
 }
 """Our option groups, in the order ``--help`` shows them."""
+OUR_RANGES = {name: legal for c in CONFIGS.values() for name, legal in ranges_of(c).items()}
+"""Of every number of ours, by its field."""
 _MEGATRON_REFUSES = (
     ArithmeticError,
     AssertionError,
@@ -118,8 +123,8 @@ class Options:
 def build_parser(machine: Machine | None = None) -> CommandLine:
     """Megatron's parser with our option groups, and the defaults of a machine (None = this one)."""
     parser = CommandLine(
-        prog="pretrain_rl.py",
-        usage="torchrun --nproc-per-node RANKS pretrain_rl.py [options]",
+        prog=PROGRAM,
+        usage=USAGE,
         description="Reinforcement-learning post-training on Megatron-Core. Options of "
         "megatron-ext come first in their own groups ('megatron-ext: ...'), then Megatron's.",
     )
@@ -127,6 +132,7 @@ def build_parser(machine: Machine | None = None) -> CommandLine:
         ArgumentGroupFactory(config).build_group(parser, title=f"megatron-ext: {name}")
     add_megatron_arguments(parser)
     parser.set_defaults(**machine_defaults(machine or this_machine()))
+    parser.show_ranges(OUR_RANGES | MEGATRON_RANGES)
     return parser
 
 
@@ -192,6 +198,8 @@ def _configs(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     for name, config in CONFIGS.items():
         try:
             configs[name] = config(**{f.name: getattr(args, f.name) for f in fields(config)})
+        except BadOptions as error:
+            wrong += error.problems
         except ValueError as error:
             wrong.append(str(error))
     return configs, wrong

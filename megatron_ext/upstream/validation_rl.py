@@ -14,7 +14,7 @@ def reinforcement_problems(args: Namespace, configs: Mapping[str, Any]) -> list[
     if any(name not in configs for name in _NEEDED):  # refused for its own problems
         return []
     algorithm, loop, rollout = configs["algorithm"], configs["loop"], configs["rollout"]
-    found = [*configs["environments"].problems(), *configs["rewards"].problems()]
+    found = configs["environments"].problems()
     found += algorithm.problems(
         group_size=loop.group_size,
         temperature=rollout.rollout_temperature,

@@ -1,0 +1,201 @@
+"""The legal values of Megatron's numbers that a run reads; Megatron itself checks few of them.
+
+By the name of the parsed value.  Invariant the tests check: every number that training,
+reinforcement learning, experts, latent attention and a resume look up has a row here.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.options.ranges import Range
+
+FLAGS = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+}
+"""Flags that are not their value's name."""
+MOST_STEPS = 10**9
+_MOST_MINUTES = 10**7  # more nanoseconds than a timeout of torch.distributed can count
+
+_SIZE = Range(at_least=1)
+_COUNT = Range(at_least=0)
+_RATE = Range(at_least=0)
+_POSITIVE = Range(above=0)
+_SCALE = Range(above=0, at_most=1e30)
+_SHARE = Range(at_least=0, at_most=1)
+_BELOW_ONE = Range(at_least=0, below=1)
+_ANY = Range()
+_STEPS = Range(at_least=1, at_most=MOST_STEPS)
+
+INTEGERS = {
+    # layout
+    "tensor_model_parallel_size": _SIZE,
+    "pipeline_model_parallel_size": _SIZE,
+    "context_parallel_size": _SIZE,
+    "expert_model_parallel_size": _SIZE,
+    "expert_tensor_parallel_size": _SIZE,
+    "tensor_parallel_num_weight_shards": _SIZE,
+    "expert_tensor_parallel_num_weight_shards": _SIZE,
+    "hierarchical_context_parallel_sizes": _SIZE,
+    "max_seqlen_per_dp_cp_rank": _SIZE,
+    "num_distributed_optimizer_instances": _SIZE,
+    "num_layers_per_virtual_pipeline_stage": _SIZE,
+    "num_virtual_stages_per_pipeline_rank": _SIZE,
+    "microbatch_group_size_per_vp_stage": _SIZE,
+    "decoder_first_pipeline_num_layers": _SIZE,
+    "decoder_last_pipeline_num_layers": _SIZE,
+    "distributed_timeout_minutes": Range(at_least=1, at_most=_MOST_MINUTES),
+    "distributed_timeout_seconds_after_init": Range(at_least=1, at_most=60 * _MOST_MINUTES),
+    "ddp_num_buckets": _SIZE,
+    "ddp_bucket_size": _SIZE,
+    "suggested_communication_unit_size": _SIZE,
+    "wgrad_deferral_limit": _COUNT,
+    # the model
+    "num_layers": Range(at_least=1, at_most=100_000),
+    "hidden_size": _SIZE,
+    "ffn_hidden_size": _SIZE,
+    "num_attention_heads": _SIZE,
+    "num_query_groups": _SIZE,
+    "kv_channels": _SIZE,
+    "seq_length": _SIZE,
+    "max_position_embeddings": _SIZE,
+    "vocab_size": _SIZE,
+    "padded_vocab_size": _SIZE,
+    "make_vocab_size_divisible_by": _SIZE,
+    "rotary_base": _SIZE,
+    "rotary_seq_len_interpolation_factor": _SIZE,
+    "yarn_original_max_position_embeddings": _SIZE,
+    "mrope_section": _COUNT,
+    "q_lora_rank": Range(at_least=1, note="leave it out for queries without a latent"),
+    "kv_lora_rank": _SIZE,
+    "qk_head_dim": _SIZE,
+    "qk_pos_emb_head_dim": _SIZE,
+    "v_head_dim": _SIZE,
+    "mtp_num_layers": _COUNT,
+    "mup_base_hidden_size": _SIZE,
+    "mlp_chunks_for_prefill": _SIZE,
+    "mlp_chunks_for_training": _SIZE,
+    "dsa_indexer_n_heads": _SIZE,
+    "dsa_indexer_head_dim": _SIZE,
+    "dsa_indexer_topk": _SIZE,
+    "dsa_indexer_topk_freq": _SIZE,
+    "dsa_indexer_skip_topk_offset": _COUNT,
+    "linear_conv_kernel_dim": _SIZE,
+    "linear_key_head_dim": _SIZE,
+    "linear_value_head_dim": _SIZE,
+    "linear_num_key_heads": _SIZE,
+    "linear_num_value_heads": _SIZE,
+    "mamba_state_dim": _SIZE,
+    "mamba_head_dim": _SIZE,
+    "mamba_num_groups": _SIZE,
+    "mamba_num_heads": _SIZE,
+    # experts
+    "num_experts": Range(at_least=1, note="leave it out for a dense model"),
+    "moe_ffn_hidden_size": _SIZE,
+    "moe_shared_expert_intermediate_size": _SIZE,
+    "moe_router_topk": _SIZE,
+    "moe_router_num_groups": _SIZE,
+    "moe_router_group_topk": _SIZE,
+    "moe_latent_size": _SIZE,
+    "moe_mlp_glu_interleave_size": _SIZE,
+    "moe_shared_expert_glu_interleave_size": _SIZE,
+    "moe_deepep_num_sms": _SIZE,
+    "moe_flex_dispatcher_num_sms": _SIZE,
+    "moe_hybridep_num_sms": _SIZE,
+    "moe_hybridep_num_sms_preprocessing": _SIZE,
+    "moe_hybridep_num_blocks_permute": _SIZE,
+    "moe_hybridep_num_blocks_unpermute": _SIZE,
+    "moe_paged_stash_page_size": _SIZE,
+    # memory and precision
+    "recompute_num_layers": _SIZE,
+    "cpu_offloading_num_layers": _COUNT,
+    "min_offloaded_tensor_size": _COUNT,
+    "delta_offload_bytes_across_pp_ranks": _COUNT,
+    "fine_grained_offloading_max_inflight_offloads": _COUNT,
+    "num_layers_at_start_in_bf16": _COUNT,
+    "num_layers_at_end_in_bf16": _COUNT,
+    "fp8_margin": _COUNT,
+    "fp8_interval": _SIZE,
+    "fp8_amax_history_len": _SIZE,
+    "hysteresis": _SIZE,
+    "cuda_graph_warmup_steps": _COUNT,
+    # steps
+    "micro_batch_size": _SIZE,
+    "global_batch_size": _SIZE,
+    "train_iters": _STEPS,
+    "lr_decay_iters": _STEPS,
+    "lr_wsd_decay_iters": _STEPS,
+    "lr_warmup_iters": Range(at_least=0, at_most=MOST_STEPS),
+    "eval_interval": Range(at_least=1, at_most=MOST_STEPS, note="leave it out for the end only"),
+    "save_interval": _STEPS,
+    "ckpt_step": Range(at_least=0, at_most=MOST_STEPS),
+    "seed": Range(at_least=0, at_most=2**31 - 1),
+    "muon_num_ns_steps": _SIZE,
+    "logging_level": _COUNT,
+    "error_injection_rate": _COUNT,
+}
+FRACTIONS = {
+    # optimizer and schedule
+    "lr": _RATE,
+    "min_lr": _RATE,
+    "lr_warmup_init": _RATE,
+    "lr_warmup_fraction": Range(at_least=0, below=1, note="a share of the steps"),
+    "decoupled_lr": _RATE,
+    "decoupled_min_lr": _RATE,
+    "weight_decay": Range(at_least=0, note="0 turns it off"),
+    "start_weight_decay": _RATE,
+    "end_weight_decay": _RATE,
+    "clip_grad": Range(at_least=0, note="0 turns it off"),
+    "adam_beta1": _BELOW_ONE,
+    "adam_beta2": _BELOW_ONE,
+    "adam_eps": Range(above=0, note="it keeps the update finite where gradients are 0"),
+    "sgd_momentum": _BELOW_ONE,
+    "lion_beta1": _BELOW_ONE,
+    "lion_beta2": _BELOW_ONE,
+    "muon_momentum": _BELOW_ONE,
+    "muon_extra_scale_factor": _RATE,
+    "optimizer_offload_fraction": _SHARE,
+    "loss_scale": _SCALE,
+    "initial_loss_scale": _SCALE,
+    "min_loss_scale": _SCALE,
+    "loss_scale_window": Range(at_least=1, at_most=MOST_STEPS),
+    # the model
+    "init_method_std": _RATE,
+    "embedding_init_method_std": _RATE,
+    "layernorm_epsilon": Range(above=0, note="it keeps the norm of zeros finite"),
+    "hidden_dropout": _BELOW_ONE,
+    "attention_dropout": _BELOW_ONE,
+    "rotary_percent": Range(above=0, at_most=1),
+    "rotary_scaling_factor": _POSITIVE,
+    "rope_scaling_factor": _POSITIVE,
+    "yarn_beta_fast": _POSITIVE,
+    "yarn_beta_slow": _POSITIVE,
+    "mscale": _RATE,
+    "mscale_all_dim": _RATE,
+    "activation_func_clamp_value": _POSITIVE,
+    "glu_linear_offset": _ANY,
+    "qk_clip_alpha": _SHARE,
+    "qk_clip_threshold": _POSITIVE,
+    "mup_attn_scale_power": _RATE,
+    "mup_base_head_dim": _POSITIVE,
+    "mup_embedding_mult": _POSITIVE,
+    "mup_output_mult": _POSITIVE,
+    "mup_width_mult": _POSITIVE,
+    "mtp_loss_scaling_factor": _RATE,
+    "dsa_indexer_loss_coeff": _RATE,
+    "dsa_indexer_k_norm_epsilon": _POSITIVE,
+    # experts
+    "moe_aux_loss_coeff": Range(at_least=0, note="0 turns it off"),
+    "moe_z_loss_coeff": Range(at_least=0, note="0 turns it off"),
+    "moe_input_jitter_eps": _BELOW_ONE,
+    "moe_expert_capacity_factor": Range(above=0, note="leave it out for no limit"),
+    "moe_expert_rank_capacity_factor": Range(above=0, note="leave it out for no limit"),
+    "moe_router_topk_scaling_factor": _POSITIVE,
+    "moe_router_bias_update_rate": _RATE,
+    "moe_router_quantile_balancing_ema": _BELOW_ONE,
+    "moe_router_force_biased": _ANY,
+    "moe_paged_stash_buffer_size_factor_cuda": _RATE,
+    "moe_paged_stash_buffer_size_factor_cpu": _RATE,
+    "activation_offload_fraction": _SHARE,
+}
+MEGATRON_RANGES = INTEGERS | FRACTIONS
+"""Of whole numbers and of fractions, as one."""
