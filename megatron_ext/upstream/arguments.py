@@ -48,11 +48,12 @@ from megatron_ext.rl.config import AlgorithmConfig
 from megatron_ext.rl.loop_config import LoopConfig
 from megatron_ext.rl.presets import preset_defaults
 from megatron_ext.rollout.config import RolloutConfig
-from megatron_ext.upstream.command_line import CommandLine
+from megatron_ext.upstream.command_line import CommandLine, GivenFlag
 from megatron_ext.upstream.config import CheckpointConfig, LatentConfig
 from megatron_ext.upstream.hf_flags import checkpoint_values
 from megatron_ext.upstream.machine import Machine, machine_defaults, this_machine
 from megatron_ext.upstream.validation import problems
+from megatron_ext.upstream.validation_ranges import check_ranges
 from megatron_ext.upstream.validation_support import idle_flags
 from megatron_ext.upstream.validation_training import BYTE_VOCABULARY
 from megatron_ext.weights.checks import open_checkpoint
@@ -74,8 +75,8 @@ CONFIGS = {
     "report": ReportConfig,
 }
 """Our option groups, in the order ``--help`` shows them."""
-OUR_RANGES = {name: legal for c in CONFIGS.values() for name, legal in ranges_of(c).items()}
-"""Of every number of ours, by its field."""
+RANGES = MEGATRON_RANGES | {n: r for c in CONFIGS.values() for n, r in ranges_of(c).items()}
+"""What every number may be, Megatron's and ours, by the name of the parsed value."""
 _MEGATRON_REFUSES = (
     ArithmeticError,
     AssertionError,
@@ -132,7 +133,7 @@ def build_parser(machine: Machine | None = None) -> CommandLine:
         ArgumentGroupFactory(config).build_group(parser, title=f"megatron-ext: {name}")
     add_megatron_arguments(parser)
     parser.set_defaults(**machine_defaults(machine or this_machine()))
-    parser.show_ranges(OUR_RANGES | MEGATRON_RANGES)
+    parser.show_ranges(RANGES)
     return parser
 
 
@@ -152,8 +153,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     given = parser.given(words)
     _take_from_preset(args, given)
     of_checkpoint = _take_from_checkpoint(args, given)
-    configs, wrong = _configs(args)
-    wrong += of_checkpoint + unknown + problems(args, configs, given=given, machine=this_machine())
+    configs, wrong = check(args, given=given, machine=this_machine())
+    wrong += of_checkpoint + unknown
     if not wrong:
         _fill_in(args)
         wrong += _megatron_problems(args, parser)
@@ -163,6 +164,16 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     if idle and args.rank == 0:
         logger.warning("of Megatron's own training loop, no effect here: %s", ", ".join(idle))
     return Options(megatron=args, **configs)
+
+
+def check(
+    args: argparse.Namespace, *, given: Sequence[GivenFlag], machine: Machine
+) -> tuple[dict[str, Any], list[str]]:
+    """The configs of our rooms, and every mismatch that Megatron need not be asked for."""
+    ranges = check_ranges(args, RANGES)
+    configs, wrong = _configs(ranges.legal)
+    wrong += problems(ranges.legal, configs, given=given, machine=machine)
+    return configs, ranges.problems + ranges.without_followers(wrong)
 
 
 def _take_from_preset(args: argparse.Namespace, given: Any) -> None:

@@ -18,7 +18,6 @@ from megatron_ext.upstream.command_line import GivenFlag
 from megatron_ext.upstream.config import LatentConfig
 from megatron_ext.upstream.machine import Machine
 from megatron_ext.upstream.validation_layout import layout_problems
-from megatron_ext.upstream.validation_ranges import megatron_ranges
 from megatron_ext.upstream.validation_rl import reinforcement_problems
 from megatron_ext.upstream.validation_support import support_problems
 from megatron_ext.upstream.validation_training import training_problems
@@ -37,17 +36,9 @@ def problems(
 ) -> list[str]:
     """Every mismatch as one sentence with flag, value, relation and remedy; empty when all fits.
 
+    args: with numbers that are all in range (`validation_ranges`).
     configs: of our rooms, by name; one that could not be made for its own problems is left out.
     """
-    ranges = megatron_ranges(args)
-    found = _relations(ranges.legal, configs, given=given, machine=machine)
-    return [*ranges.problems, *ranges.without_followers(found)]
-
-
-def _relations(
-    args: Namespace, configs: Mapping[str, Any], *, given: Sequence[GivenFlag], machine: Machine
-) -> list[str]:
-    """What does not fit together, of numbers that are all in range."""
     found = [*_required(args), *support_problems(args, given, machine=machine)]
     found += layout_problems(args) + training_problems(args)
     found += path_problems({flag_of(name): getattr(args, name) for name in _PATHS})

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.upstream.arguments import CONFIGS, build_parser
+from megatron_ext.upstream.arguments import build_parser, check
 from megatron_ext.upstream.machine import Machine, machine_defaults
-from megatron_ext.upstream.validation import problems
 from tests.upstream.cpu_runs import SMALL
 
 NO_GPU = Machine(has_cuda=False, has_transformer_engine=False, has_apex=False)
@@ -23,11 +22,8 @@ def found(flags: str, *, world_size: int = 1, machine: Machine = NO_GPU) -> list
     args, bad_values, unknown = parser.read(words)
     assert not bad_values + unknown
     args.world_size = world_size
-    configs = {
-        name: config(**{field: getattr(args, field) for field in config.__dataclass_fields__})
-        for name, config in CONFIGS.items()
-    }
-    return problems(args, configs, given=parser.given(words), machine=machine)
+    _, wrong = check(args, given=parser.given(words), machine=machine)
+    return wrong
 
 
 REFUSED = {
