@@ -14,7 +14,7 @@ RUN_FOLDERS = {"--save": "LOCAL_RANK", "--output-dir": "RANK"}
 """Folders that a run writes to -> the variable that is 0 on the processes that look: --save may lie
 on a disk of each node, --output-dir is the first rank's."""
 _INPUT_FILES = ("--train-data", "--valid-data")
-_INPUTS = ("--hf-model", "--tokenizer-model")
+_INPUTS = ("--hf-model", "--tokenizer-model", "--te-precision-config-file")
 
 
 def path_problems(values: Mapping[str, str | None]) -> list[str]:

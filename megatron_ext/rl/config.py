@@ -93,7 +93,7 @@ class AlgorithmConfig(Ranged):
     """Episodes cut at the length limit: trained like all, or masked (not trained, but still in the
     baseline of their group)."""
 
-    overlong_penalty: float = ranged(0.0, at_least=0, at_most=1e6, note="0 = off")
+    overlong_penalty: float = ranged(0.0, at_least=1e-6, at_most=1e6, also=(0,), note="0 = off")
     """Reward lost by an episode of the longest response, growing from 0 over the last
     --overlong-penalty-window tokens (DAPO); 0 = off."""
 

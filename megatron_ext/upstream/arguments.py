@@ -190,13 +190,14 @@ def _take_from_preset(args: argparse.Namespace, given: Any) -> None:
 
 def _take_from_checkpoint(args: argparse.Namespace, given: Any) -> list[str]:
     """Set the architecture flags that --hf-model fixes; what speaks against it, as sentences."""
-    if not args.hf_model:
+    if not (args.hf_model and Path(args.hf_model).exists()):  # `problems` says what is missing
         return []
     try:
         checkpoint = open_checkpoint(Path(args.hf_model), drop_mtp=args.drop_mtp_layers)
         values = checkpoint_values(args, given, architecture=checkpoint.architecture)
     except ValueError as error:
-        return [str(error)]
+        text = str(error)
+        return [f"--hf-model {text}" if text.startswith(args.hf_model) else text]
     for name, value in values.items():
         setattr(args, name, value)
     return []

@@ -18,13 +18,16 @@ from megatron_ext.upstream.command_line import GivenFlag
 from megatron_ext.upstream.config import LatentConfig
 from megatron_ext.upstream.machine import Machine
 from megatron_ext.upstream.validation_layout import layout_problems
-from megatron_ext.upstream.validation_rl import reinforcement_problems
+from megatron_ext.upstream.validation_rl import demonstration_problems, reinforcement_problems
 from megatron_ext.upstream.validation_support import support_problems
 from megatron_ext.upstream.validation_training import training_problems
 
 _OF_MODEL = ("num_layers", "hidden_size", "num_attention_heads")
 _REQUIRED = (*_OF_MODEL, "seq_length", "train_iters", "lr")
-_PATHS = ("save", "load", "pretrained_checkpoint", "output_dir", "wandb_project")
+_PATHS = (
+    *("save", "load", "pretrained_checkpoint", "output_dir", "wandb_project", "hf_model"),
+    "te_precision_config_file",
+)
 
 
 def problems(
@@ -46,7 +49,7 @@ def problems(
         found += configs["data"].problems(
             tokenizer_model=args.tokenizer_model, eval_interval=args.eval_interval
         )
-    found += reinforcement_problems(args, configs)
+    found += reinforcement_problems(args, configs) + demonstration_problems(args, configs)
     if "latent" in configs:
         found += _latent_problems(args, configs["latent"])
     if "packing" in configs:

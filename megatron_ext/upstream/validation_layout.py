@@ -81,7 +81,17 @@ def _pipeline_problems(args: Namespace) -> list[str]:
 
 
 def _layer_problems(args: Namespace) -> list[str]:
-    """Layers per stage; uneven cuts are Megatron's to check."""
+    """Layers per stage; uneven cuts are Megatron's to check, but for those that leave none."""
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    ends = [
+        (f"--decoder-{end}-pipeline-num-layers", size)
+        for end, size in (("first", first), ("last", last))
+        if size
+    ]
+    total = sum(size for _, size in ends)
+    if ends and total > args.num_layers:
+        shown = " and ".join(f"{flag} {size}" for flag, size in ends)
+        return [f"{shown} are more than --num-layers {args.num_layers}: use fewer."]
     uneven = (
         args.pipeline_model_parallel_layout,
         args.decoder_first_pipeline_num_layers,

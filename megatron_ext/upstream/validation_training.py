@@ -190,6 +190,11 @@ def _expert_problems(args: Namespace) -> list[str]:
             f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} needs equal lengths on "
             "all ranks, and they differ here: use alltoall."
         )
+    if args.moe_router_group_topk and not args.moe_router_num_groups:
+        found.append(
+            f"--moe-router-group-topk {args.moe_router_group_topk} needs --moe-router-num-groups: "
+            "the groups of experts to choose from."
+        )
     layers = args.moe_layer_freq
     if isinstance(layers, list) and len(layers) != args.num_layers:
         found.append(
