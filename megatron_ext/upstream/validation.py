@@ -47,7 +47,9 @@ def problems(
     found += path_problems({flag_of(name): getattr(args, name) for name in _PATHS})
     if "data" in configs:
         found += configs["data"].problems(
-            tokenizer_model=args.tokenizer_model, eval_interval=args.eval_interval
+            tokenizer_model=args.tokenizer_model,
+            eval_interval=args.eval_interval,
+            seq_length=args.seq_length,
         )
     found += reinforcement_problems(args, configs) + demonstration_problems(args, configs)
     if "latent" in configs:

@@ -81,17 +81,22 @@ def _pipeline_problems(args: Namespace) -> list[str]:
 
 
 def _layer_problems(args: Namespace) -> list[str]:
-    """Layers per stage; uneven cuts are Megatron's to check, but for those that leave none."""
+    """Layers per stage; uneven cuts are Megatron's to check, but for the layers of the stages."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     ends = [
         (f"--decoder-{end}-pipeline-num-layers", size)
         for end, size in (("first", first), ("last", last))
         if size
     ]
-    total = sum(size for _, size in ends)
-    if ends and total > args.num_layers:
+    left = args.num_layers - sum(size for _, size in ends)
+    stages = args.pipeline_model_parallel_size - len(ends)
+    is_cut = left >= 0 and (left % stages == 0 if stages > 0 else left == 0)
+    if ends and not is_cut:
         shown = " and ".join(f"{flag} {size}" for flag, size in ends)
-        return [f"{shown} are more than --num-layers {args.num_layers}: use fewer."]
+        return [
+            f"{shown} of --num-layers {args.num_layers}: {left} layers are left for {stages} other "
+            "pipeline stages, which hold equally many. Use other sizes."
+        ]
     uneven = (
         args.pipeline_model_parallel_layout,
         args.decoder_first_pipeline_num_layers,
