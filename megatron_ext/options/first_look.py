@@ -12,18 +12,23 @@ from collections.abc import Sequence
 
 from megatron_ext.options.job_parser import NEGATIVE_NUMBER, PROGRAM, USAGE, JobParser
 from megatron_ext.options.megatron_ranges import FLAGS, FRACTIONS, INTEGERS
-from megatron_ext.options.paths import path_problems
+from megatron_ext.options.paths import file_problems, path_problems
 from megatron_ext.options.ranges import flag_of, range_problems
 
 AFTER = "The other options are checked when these can be used."
 
 
-def look_first(words: Sequence[str], *, program: str = PROGRAM, usage: str = USAGE) -> None:
-    """End the process with status 2 if the words hold something that is wrong at first sight."""
+def look_first(words: Sequence[str], *, tool: str | None = None, files: Sequence[str] = ()) -> None:
+    """End the process with status 2 if the words hold something that is wrong at first sight.
+
+    tool: name of the program; None = pretrain_rl.py.  files: flags of its own that name files to
+    read.
+    """
     if {"-h", "--help"}.intersection(words):
         return
-    if wrong := first_problems(words):
-        JobParser(prog=program, usage=usage).refuse([*wrong, AFTER])
+    if wrong := first_problems(words) + file_problems(given_values(words), files):
+        parser = JobParser(prog=tool or PROGRAM, usage=f"{tool} [options]" if tool else USAGE)
+        parser.refuse([*wrong, AFTER])
 
 
 def first_problems(words: Sequence[str]) -> list[str]:

@@ -50,4 +50,4 @@ class JobParser(argparse.ArgumentParser):
 
     def refuse(self, problems: Sequence[str]) -> NoReturn:
         """End the process with status 2 and a message that lists the problems."""
-        self.error("".join(f"\n  {problem}" for problem in problems))
+        JobParser.error(self, "".join(f"\n  {problem}" for problem in problems))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 RUN_FOLDERS = {"--save": "LOCAL_RANK", "--output-dir": "RANK"}
@@ -39,6 +39,17 @@ def path_problems(values: Mapping[str, str | None]) -> list[str]:
             "run is kept there, so that a resumed run continues it. Name a folder, or drop the "
             "flag."
         )
+    return found
+
+
+def file_problems(values: Mapping[str, str], flags: Sequence[str]) -> list[str]:
+    """What is wrong with files that are to be read, by flag."""
+    found = []
+    for flag in flags:
+        path = Path(values.get(flag, ""))
+        if flag in values and not path.is_file():
+            what = "a folder: name a file" if path.is_dir() else "no file: check the path"
+            found.append(f"{flag} {path} is {what}.")
     return found
 
 

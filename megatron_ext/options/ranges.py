@@ -166,7 +166,7 @@ class Ranged:
         return list(range_problems(vars(self), ranges_of(type(self))).values())
 
 
-def number(kind: type[int] | type[float], **limits: Any) -> Callable[[str], float]:
+def in_range(kind: type[int] | type[float], **limits: Any) -> Callable[[str], float]:
     """A `type` for argparse: a number in a range, or an error that says the range."""
     legal = Range(**limits)
 

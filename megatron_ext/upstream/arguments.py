@@ -142,10 +142,22 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
     On any mismatch prints all of them in one message and exits with status 2, as argparse does.
     """
-    parser, words = build_parser(), sys.argv[1:] if argv is None else list(argv)
+    try:
+        return read_options(sys.argv[1:] if argv is None else argv)
+    except BadOptions as error:
+        build_parser().refuse(error.problems)
+
+
+def read_options(words: Sequence[str]) -> Options:
+    """`parse` for a program with a command line of its own.
+
+    Raises:
+        BadOptions: every mismatch, a sentence each.
+    """
+    parser = build_parser()
     parsed, bad_values, unknown = parser.read(words)
     if bad_values:
-        parser.refuse(bad_values + unknown)
+        raise BadOptions(bad_values + unknown)
     args = copy.deepcopy(parsed)  # defaults that are lists belong to the parser
     args.rank = int(os.environ.get("RANK", "0"))
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -159,7 +171,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         _fill_in(args)
         wrong += _megatron_problems(args, parser)
     if wrong:
-        parser.refuse(wrong)
+        raise BadOptions(wrong)
     idle = idle_flags(given)
     if idle and args.rank == 0:
         logger.warning("of Megatron's own training loop, no effect here: %s", ", ".join(idle))

@@ -2,7 +2,7 @@
 
 argparse stops at the first bad value, breaks on a ``%`` in a help text (one of Megatron's has one),
 lets errors of its converters through as tracebacks and prints on every rank.  This one does not.
-Invariant the tests check: whatever the words, reading them returns or ends in status 2.
+Invariant the tests check: whatever the words, reading them returns or raises `BadOptions`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_ext.options.job_parser import JobParser
-from megatron_ext.options.ranges import Range
+from megatron_ext.options.ranges import BadOptions, Range
 
 _CONVERTER_ERRORS = (ArithmeticError, AssertionError, LookupError, OSError, SyntaxError)
 """What Megatron's converters raise for bad words, beside the errors that argparse expects."""
@@ -53,8 +53,16 @@ class CommandLine(JobParser):
         super().__init__(**kwargs, allow_abbrev=False, formatter_class=HelpFormatter)
         self._bad_values: list[str] = []
 
+    def error(self, message: str) -> NoReturn:
+        """Raise `BadOptions`: who reads the words says how they are refused."""
+        raise BadOptions([f"{message}."])
+
     def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-        """The values; a sentence for each bad value (its default is used) and each unknown flag."""
+        """The values; a sentence for each bad value (its default is used) and each unknown flag.
+
+        Raises:
+            BadOptions: a flag lacks its value.
+        """
         self._bad_values = []
         values, unknown = self.parse_known_args(words)
         return values, self._bad_values, self._unknown(unknown)

@@ -68,7 +68,7 @@ def _required(args: Namespace) -> list[str]:
     # What --hf-model sets is missing only if that has been refused.
     names = [name for name in _REQUIRED if not (args.hf_model and name in _OF_MODEL)]
     missing = [flag_of(name) for name in names if getattr(args, name) is None]
-    if args.tokenizer_type is not None and args.vocab_size is None:
+    if args.tokenizer_type is not None and args.vocab_size is None and not args.hf_model:
         missing.append("--vocab-size")
     return [f"missing {', '.join(missing)}: no default would fit."] if missing else []
 

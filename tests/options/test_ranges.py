@@ -15,7 +15,7 @@ from megatron_ext.options.ranges import (
     BadOptions,
     Range,
     Ranged,
-    number,
+    in_range,
     range_problems,
     ranged,
 )
@@ -111,7 +111,7 @@ def test_a_config_out_of_range_cannot_be_made_and_all_reasons_are_told():
 @pytest.mark.parametrize("word", ["0", "x", "1.5", str(10**20), "nan"])
 def test_a_tool_reads_numbers_in_range(word, capsys):
     parser = argparse.ArgumentParser(prog="tool")
-    parser.add_argument("--n", type=number(int, at_least=1))
+    parser.add_argument("--n", type=in_range(int, at_least=1))
     assert parser.parse_args(["--n", "3"]).n == 3
     with pytest.raises(SystemExit) as raised:
         parser.parse_args(["--n", word])
