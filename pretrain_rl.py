@@ -7,9 +7,15 @@
 
 from __future__ import annotations
 
+import sys
+
+from megatron_ext.options.first_look import look_first
+
+if __name__ == "__main__":
+    look_first(sys.argv[1:])  # before the imports below, which take seconds
+
 import logging
 import math
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence

@@ -17,6 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron_ext.options.ranges import in_range
+from megatron_ext.report.whole_file import check_writable
+
 BENCHMARKS = {
     "cpu-mode": "a training step in CPU mode against the same modules without it",
     "episodes": "many episodes of the built-in tasks: time and memory",
@@ -44,8 +47,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog=f"benchmark.py {name}", description=module.__doc__)
     parser.add_argument("--output", type=Path, help="JSON file for the figures; unset = none")
     module.add_arguments(parser)
+    for action in parser._actions:  # 0 counts only where the help says what it does
+        if action.type in (int, float):
+            least = {"at_least": 0} if "0 =" in (action.help or "") else {}
+            limits = {"at_least": 1, **least} if action.type is int else {"above": 0}
+            action.type = in_range(action.type, **limits)
     options = parser.parse_args(words[1:])
-    figures = module.run(options)
+    try:
+        if options.output is not None:
+            check_writable(options.output, flag="--output")
+        figures = module.run(options)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     if os.environ.get("RANK", "0") != "0":  # torchrun's; the first rank has the figures of all
         return
     sys.stdout.write(table(figures))

@@ -25,6 +25,7 @@ import torch
 from tqdm import tqdm
 
 from megatron_ext.files.lock import hold_target
+from megatron_ext.options.ranges import in_range
 from megatron_ext.upstream import mla_command
 from megatron_ext.upstream.convert import Conversion, is_hf, to_hf, to_megatron
 from megatron_ext.upstream.cpu import device_mode
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             else:
                 with hold_target(options.output, what=f"the output {options.output}"):
                     run(conversion)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     if options.peak:
         seconds, peak = time.perf_counter() - started, resident_peak_bytes() / 2**30
@@ -89,7 +90,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="largest safetensors file, such as 500MB (default 5GB)",
     )
-    parser.add_argument("--ckpt-step", type=int, help="step of a torch_dist checkpoint to convert")
+    parser.add_argument(
+        "--ckpt-step",
+        type=in_range(int, at_least=0),
+        help="step of a torch_dist checkpoint to convert",
+    )
     parser.add_argument(
         "--like",
         type=Path,

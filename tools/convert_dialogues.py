@@ -14,6 +14,8 @@ from pathlib import Path
 
 from megatron_ext.data.json_lines import parse_value
 from megatron_ext.data.tau_bench import chats_of_trials, split_by_task
+from megatron_ext.options.ranges import in_range
+from megatron_ext.report.whole_file import check_writable
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -22,19 +24,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("input", type=Path, help="result file of tau-bench (JSON)")
     parser.add_argument("output", type=Path, help="JSONL file to write, one dialogue a line")
     parser.add_argument(
-        "--min-reward", type=float, help="keep only dialogues of at least this reward (1 = solved)"
+        "--min-reward",
+        type=in_range(float),
+        help="keep only dialogues of at least this reward (1 = solved)",
     )
     parser.add_argument("--valid-output", type=Path, help="JSONL file for held-out tasks")
     parser.add_argument(
         "--valid-every",
-        type=int,
+        type=in_range(int, at_least=2),
         default=10,
         metavar="N",
         help="with --valid-output: hold out every N-th task, with all its trials (default 10)",
     )
     options = parser.parse_args(argv)
-    if options.valid_every < 2:
-        parser.error(f"--valid-every {options.valid_every} leaves nothing to train: use 2 or more.")
+    for name in ("output", "valid_output"):
+        if path := getattr(options, name):
+            try:
+                check_writable(path, flag="output" if name == "output" else "--valid-output")
+            except ValueError as error:
+                parser.error(str(error))
     try:
         chats = chats_of_trials(
             parse_value(options.input.read_bytes()), min_reward=options.min_reward

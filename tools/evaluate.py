@@ -12,10 +12,17 @@ sampling (--rollout-...), tasks, environments and verifiers.
 
 from __future__ import annotations
 
+import sys
+
+from megatron_ext.options.first_look import look_first
+
+if __name__ == "__main__":
+    # before the imports below, which take seconds
+    look_first(sys.argv[1:], tool="evaluate.py", files=("--text", "--compare"))
+
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +35,7 @@ from megatron_ext.evaluation.perplexity import (
     sliding_windows,
 )
 from megatron_ext.evaluation.transcripts import TranscriptFile, transcript
+from megatron_ext.options.ranges import in_range
 from megatron_ext.report.whole_file import check_writable, whole_file
 from megatron_ext.upstream.command_line import JobParser
 from megatron_ext.upstream.cpu import device_mode
@@ -41,6 +49,7 @@ from megatron_ext.upstream.evaluate_tasks import Played, Sampled, evaluate_tasks
 from megatron_ext.upstream.layout import close_layout
 from pretrain_rl import quiet_libraries
 
+SEED = in_range(int, at_least=-(2**63), at_most=2**63 - 1)
 SEQ_LENGTH = {
     "perplexity": "--seq-length: the sequences here are the windows; use --window.",
     "tasks": "--seq-length: the longest sequence here is --max-context.",
@@ -59,15 +68,20 @@ def build_parser() -> JobParser:
     )
     perplexity.add_argument("--text", type=Path, required=True, help="UTF-8 text file")
     perplexity.add_argument(
-        "--window", type=int, default=512, help="tokens the model sees at once (default 512)"
+        "--window",
+        type=in_range(int, at_least=2),
+        default=512,
+        help="tokens the model sees at once (default 512)",
     )
     perplexity.add_argument(
         "--stride",
-        type=int,
+        type=in_range(int, at_least=1),
         help="tokens from one window's start to the next's; what two windows share is context of "
         "the second (default: the window, no overlap)",
     )
-    perplexity.add_argument("--max-windows", type=int, help="only the first windows (default all)")
+    perplexity.add_argument(
+        "--max-windows", type=in_range(int, at_least=1), help="only the first windows (default all)"
+    )
     perplexity.add_argument("--tokens-out", type=Path, help="npz file for the NLL of every token")
     perplexity.add_argument(
         "--compare", type=Path, help="--tokens-out of another checkpoint: paired difference"
@@ -80,22 +94,24 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
     """Options of the command tasks."""
     parser.add_argument(
         "--num-tasks",
-        type=int,
+        type=in_range(int, at_least=1),
         help="the first so many tasks: of --eval-tasks, or of the file that --tasks names, or held "
         "out (default: all of a file, else 200)",
     )
-    parser.add_argument("--samples", type=int, default=1, help="of each task (default 1)")
+    parser.add_argument(
+        "--samples", type=in_range(int, at_least=1), default=1, help="of each task (default 1)"
+    )
     parser.add_argument(
         "--k",
-        type=int,
+        type=in_range(int, at_least=1),
         nargs="+",
         default=[1],
         help="pass@k for these, each at most --samples (default 1)",
     )
-    parser.add_argument("--sampling-seed", type=int, default=0, help="same seed, same tokens")
+    parser.add_argument("--sampling-seed", type=SEED, default=0, help="same seed, same tokens")
     parser.add_argument(
         "--max-context",
-        type=int,
+        type=in_range(int, at_least=2),
         help="tokens of an episode, prompt and all (default 2048, or what the checkpoint can; 160 "
         "of --tasks arithmetic)",
     )
@@ -108,7 +124,10 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     parser.add_argument("--transcripts", type=Path, help="JSONL file for the episodes")
     parser.add_argument(
-        "--transcripts-mb", type=int, default=100, help="its size at most (default 100 MB)"
+        "--transcripts-mb",
+        type=in_range(int, at_least=0),
+        default=100,
+        help="its size at most (default 100 MB)",
     )
 
 
@@ -130,7 +149,7 @@ def perplexity(own: argparse.Namespace, words: Sequence[str]) -> None:
     other = read_scores(own.compare) if own.compare else None
     if own.tokens_out:
         check_writable(own.tokens_out, flag="--tokens-out")
-    options = parse_for_evaluation(words, seq_length=own.window)
+    options = parse_for_evaluation(words, seq_length=own.window, length_flag="--window")
     tokens = read_tokens(options, own.text)
     windows = sliding_windows(
         len(tokens),

@@ -11,9 +11,16 @@ architecture of --load.  The output appears when it is complete.
 
 from __future__ import annotations
 
+import sys
+
+from megatron_ext.options.first_look import look_first
+
+if __name__ == "__main__":
+    # before the imports below, which take seconds
+    look_first(sys.argv[1:], tool="generate.py", files=("--prompts",))
+
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +28,8 @@ from typing import Any
 
 from megatron_ext.environments.codecs import ModelCodec
 from megatron_ext.environments.seeds import derived_seed
+from megatron_ext.options.paths import file_problems
+from megatron_ext.options.ranges import in_range
 from megatron_ext.report.sampling_bar import SamplingBar
 from megatron_ext.report.whole_file import check_writable, whole_file
 from megatron_ext.rollout.engine import RolloutEngine
@@ -38,6 +47,7 @@ from megatron_ext.upstream.generate import (
 from megatron_ext.upstream.layout import close_layout
 from pretrain_rl import quiet_libraries
 
+SEED = in_range(int, at_least=-(2**63), at_most=2**63 - 1)
 MOST_REPORTED = 10
 """Prompts that cannot be sampled, named in an error; the rest is counted."""
 
@@ -50,11 +60,13 @@ def build_parser() -> JobParser:
     )
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of prompts")
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
-    parser.add_argument("--samples", type=int, default=1, help="of each prompt (default 1)")
-    parser.add_argument("--sampling-seed", type=int, default=0, help="same seed, same tokens")
+    parser.add_argument(
+        "--samples", type=in_range(int, at_least=1), default=1, help="of each prompt (default 1)"
+    )
+    parser.add_argument("--sampling-seed", type=SEED, default=0, help="same seed, same tokens")
     parser.add_argument(
         "--max-context",
-        type=int,
+        type=in_range(int, at_least=2),
         help="tokens of prompt and completion (default 2048, or what the checkpoint can)",
     )
     parser.add_argument(
@@ -62,7 +74,10 @@ def build_parser() -> JobParser:
     )
     parser.add_argument("--logprobs", action="store_true", help="write those of the tokens")
     parser.add_argument(
-        "--top-logprobs", type=int, default=0, help="also of this many others (default 0)"
+        "--top-logprobs",
+        type=in_range(int, at_least=0),
+        default=0,
+        help="also of this many others (default 0)",
     )
     return parser
 
@@ -80,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def generate(own: argparse.Namespace, words: Sequence[str]) -> None:
     """Completions of one file."""
-    if own.samples < 1:
-        raise ValueError(f"--samples {own.samples} asks for nothing: take at least 1.")
+    if wrong := file_problems({"--prompts": str(own.prompts)}, ["--prompts"]):
+        raise ValueError(*wrong)
     records = read_prompts(own.prompts)
     check_writable(own.output, flag="--output")
     options = parse_for_sampling(words, max_context=own.max_context)

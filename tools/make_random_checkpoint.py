@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from megatron_ext.options.ranges import in_range
 from megatron_ext.weights.families import architecture_of
 from megatron_ext.weights.stream import announced_tensors
 from megatron_ext.weights.writer import CheckpointWriter
@@ -38,13 +39,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="A Llama checkpoint of random weights.")
     parser.add_argument("output", type=Path, help="folder to create")
     for name, size in LLAMA_2_7B.items():
-        parser.add_argument(f"--{name}", type=int, default=size, help=f"default {size}")
+        parser.add_argument(
+            f"--{name}", type=in_range(int, at_least=1), default=size, help=f"default {size}"
+        )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default bf16")
-    parser.add_argument("--seed", type=int, default=0, help="default 0")
+    parser.add_argument("--seed", type=in_range(int, at_least=0), default=0, help="default 0")
     options = parser.parse_args(argv)
     try:
         write(options.output, config_of(options), dtype=DTYPES[options.dtype], seed=options.seed)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 

@@ -8,14 +8,24 @@ Exit status 1 when a line fails.
 
 from __future__ import annotations
 
+import sys
+
+from megatron_ext.options.first_look import look_first
+
+if __name__ == "__main__":
+    # before the imports below, which take seconds
+    look_first(sys.argv[1:], tool="self_check.py")
+
 import argparse
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ext.options.job_parser import JobParser
+from megatron_ext.options.paths import folder_problems
+from megatron_ext.options.ranges import in_range
 from megatron_ext.upstream.arguments import Options
 from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.evaluate import parse_for_evaluation
@@ -31,9 +41,9 @@ from megatron_ext.upstream.self_check_update import (
 from pretrain_rl import quiet_libraries
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> JobParser:
     """Options of this tool."""
-    parser = argparse.ArgumentParser(
+    parser = JobParser(
         description="Check a set-up. Options not listed here are those of pretrain_rl.py.",
         allow_abbrev=False,
     )
@@ -44,7 +54,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="checkpoint that transformers loads for comparison (default --hf-model)",
     )
     parser.add_argument(
-        "--seq-length", type=int, default=64, help="tokens of the sequences (default 64)"
+        "--seq-length",
+        type=in_range(int, at_least=2),
+        default=64,
+        help="tokens of the sequences (default 64)",
     )
     parser.add_argument(
         "--scratch-dir",
@@ -71,10 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with device_mode():
         if own.hf_model:
             words += ["--hf-model", str(own.hf_model), "--tokenizer-type", "NullTokenizer"]
-        options = parse_for_evaluation(words, seq_length=own.seq_length)
         try:
+            if wrong := folder_problems(str(own.scratch_dir), flag="--scratch-dir"):
+                raise ValueError(*wrong)
+            options = parse_for_evaluation(words, seq_length=own.seq_length)
             return check(own, options, words=[__file__, *given])
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             parser.error(str(error))
 
 

@@ -50,20 +50,26 @@ class DataConfig:
     latter."""
 
     def problems(
-        self, *, tokenizer_model: str | None = None, eval_interval: int | None = None
+        self,
+        *,
+        tokenizer_model: str | None = None,
+        eval_interval: int | None = None,
+        seq_length: int | None = None,
     ) -> list[str]:
         """Every mismatch as one sentence with its remedy; the arguments are Megatron's options."""
         found = []
         for flag, path in (("--train-data", self.train_data), ("--valid-data", self.valid_data)):
             if path is None or (flag == "--train-data" and path == DEMONSTRATIONS):
                 continue
-            if Path(path).suffix not in SUFFIXES:
+            if Path(path).is_dir():
+                found.append(f"{flag} {path} is a folder: name a file.")
+            elif Path(path).suffix not in SUFFIXES:
                 found.append(f"{flag} {path} ends in none of {', '.join(SUFFIXES)}: rename it.")
             elif not Path(path).is_file():
                 found.append(f"{flag} {path} is not a file: check the path.")
-        if eval_interval is not None and eval_interval < 1:
-            found.append(f"--eval-interval {eval_interval} is not a positive number of steps.")
-        elif eval_interval is not None and self.valid_data is None:
+        if seq_length == 1 and self.train_data is not None:
+            found.append("--seq-length 1: a sample is trained from its second token on. Use more.")
+        if eval_interval is not None and self.valid_data is None:
             found.append(f"--eval-interval {eval_interval} needs --valid-data.")
         if tokenizer_model is not None and not Path(tokenizer_model).exists():
             found.append(

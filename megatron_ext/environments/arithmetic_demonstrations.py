@@ -13,6 +13,7 @@ import re
 from megatron_ext.environments.arithmetic import ArithmeticEnvironment
 from megatron_ext.environments.arithmetic_tasks import (
     DEMONSTRATION_MIX,
+    LONGEST_CHAIN,
     TOKENIZER,
     ArithmeticTask,
     Mix,
@@ -24,6 +25,8 @@ CARELESS_SHARE = 0.6
 """Of the demonstrations that are not sums of digits."""
 CARELESS_ERROR = 4
 """Largest distance of a careless answer from the right one."""
+LONGEST_DEMONSTRATION = len("Q30?") + LONGEST_CHAIN * len("b+7b+7;=12;") + len("A12.")
+"""Tokens of the longest one: an expert's, of the longest chain, whose totals have two digits."""
 
 _TERM = re.compile(r"[a-p][-+*]\d+")
 _RESULT = re.compile(r"=(-?\d+);")

@@ -7,10 +7,11 @@ themselves.
 from dataclasses import dataclass
 
 from megatron_ext.environments.base import EpisodeLimits
+from megatron_ext.options.ranges import Ranged, ranged
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvironmentConfig:
+class EnvironmentConfig(Ranged):
     """What is practised and tested, and where episodes are cut."""
 
     tasks: str = "arithmetic"
@@ -26,42 +27,27 @@ class EnvironmentConfig:
     """Ask plain prompts as the user's message of a chat, by the tokenizer's chat template.
     Off: as they are."""
 
-    task_seed: int = 0
-    """Seed, any whole number, of the order of tasks, and of the tasks themselves where they are
+    task_seed: int = ranged(0, at_least=-(2**63), at_most=2**63 - 1)
+    """Seed, a number of 64 bits, of the order of tasks, and of the tasks themselves where they are
     generated."""
 
-    max_turns: int = 0
+    max_turns: int = ranged(0, at_least=0, note="0 = no limit")
     """Turns of the policy in an episode; 0 = no limit."""
 
-    max_turn_tokens: int = 0
+    max_turn_tokens: int = ranged(0, at_least=0, note="0 = no limit")
     """Tokens of one turn of the policy; 0 = no limit but the episode's."""
 
-    environment_workers: int = 4
+    environment_workers: int = ranged(4, at_least=1, at_most=4096)
     """Number of threads in which environments answer and verifiers grade, unless they do so at
     once."""
 
-    environment_time_limit: float = 60.0
+    environment_time_limit: float = ranged(60.0, above=0, at_most=1e9)
     """Seconds an environment may take for one answer, after which its episode counts for nothing;
     keep it above what a verifier may take."""
 
     def problems(self) -> list[str]:
         """What is wrong with the values, one sentence each."""
-        found = [
-            f"--{name} {value} is negative: give a number, or 0 for no limit."
-            for name, value in (
-                ("max-turns", self.max_turns),
-                ("max-turn-tokens", self.max_turn_tokens),
-            )
-            if value < 0
-        ]
-        found += [
-            f"--{name} {value} leaves no environment to answer: give a number above 0."
-            for name, value in (
-                ("environment-workers", self.environment_workers),
-                ("environment-time-limit", self.environment_time_limit),
-            )
-            if not value > 0
-        ]
+        found = []
         if self.eval_tasks is not None and not self.is_file:
             found.append(
                 f"--eval-tasks {self.eval_tasks} has no effect with --tasks {self.tasks}, which "

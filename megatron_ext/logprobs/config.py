@@ -6,20 +6,14 @@ the fields, which would be strings.
 
 from dataclasses import dataclass
 
+from megatron_ext.options.ranges import Ranged, ranged
+
 
 @dataclass(frozen=True, kw_only=True)
-class LogProbsConfig:
+class LogProbsConfig(Ranged):
     """Log-probabilities and entropy from hidden states."""
 
-    logprob_chunk_size: int = 1024
+    logprob_chunk_size: int = ranged(1024, at_least=0, note="0 = all at once")
     """Logits held at once, in tokens: never more than those of this many tokens, whatever the
     microbatch (4 bytes x this x vocabulary / tensor-parallel size, about doubled by entropy).
     0 = all at once; they are recomputed in backward all the same."""
-
-    def __post_init__(self) -> None:
-        """Raise `ValueError` for a negative size."""
-        if self.logprob_chunk_size < 0:
-            raise ValueError(
-                f"--logprob-chunk-size {self.logprob_chunk_size} is negative. Use a number of "
-                "tokens (1024 is a good start), or 0 for all at once."
-            )

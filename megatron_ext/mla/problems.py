@@ -93,25 +93,6 @@ def _rank_notices(config: MLAConfig, architecture: Architecture, *, tp_size: int
 
 def _value_problems(config: MLAConfig) -> list[str]:
     wrong = []
-    positive = (
-        "kv_rank kv_dims_per_head cache_ratio q_rank rope_fold query_refit_steps refit_ridge "
-        "moment_ridge metric_ridge compensation_ridge calibration_kept calibration_queries "
-        "rope_uniform_start"
-    )
-    for name in positive.split():
-        if not getattr(config, name) >= 0:
-            wrong.append(f"{_flag(name)} {getattr(config, name)} is negative: use 0 or more.")
-    for name in ("rope_pairs", "rope_stride"):
-        if getattr(config, name) < FOUND or (name, getattr(config, name)) == ("rope_stride", 0):
-            wrong.append(f"{_flag(name)} {getattr(config, name)} is no number: use -1 to find it.")
-    for name in ("calibration_tokens", "calibration_context"):
-        if getattr(config, name) < 1:
-            wrong.append(f"{_flag(name)} {getattr(config, name)} must be at least 1.")
-    for name in ("token_weight", "metric_exponent"):
-        if not 0 <= getattr(config, name) <= 1:
-            wrong.append(f"{_flag(name)} {getattr(config, name)} must be from 0 to 1.")
-    if not config.kv_balance_factor > 0:
-        wrong.append(f"--kv-balance-factor {config.kv_balance_factor} must be above 0.")
     if not config.whitening:
         wrong += [
             f"{_flag(name)} {getattr(config, name)} looks at activations, and --no-whitening does "

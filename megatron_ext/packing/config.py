@@ -6,6 +6,8 @@ No `from __future__ import annotations` here: Megatron's flag factory reads anno
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_ext.options.ranges import Ranged, ranged
+
 LossNormalization = Literal[
     "token-sum", "global-token-mean", "row-mean", "sample-mean", "turn-mean", "constant"
 ]
@@ -17,18 +19,18 @@ FIXED_DENOMINATOR_MODES = ("token-sum", "sample-mean", "constant")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingConfig:
+class PackingConfig(Ranged):
     """Options of the packing room; defaults leave Megatron's padded, fixed-size microbatches."""
 
     packing: bool = False
     """Lay several sequences in one row per microbatch with block-diagonal attention.
     Off: one sequence a row, padded."""
 
-    max_tokens_per_microbatch: int = 0
+    max_tokens_per_microbatch: int = ranged(0, at_least=0, note="0 = off")
     """Positions one microbatch may compute, padding included; with --packing the capacity of its
     row. 0 = --seq-length with --packing, a fixed --micro-batch-size without."""
 
-    max_sequences_per_row: int = 0
+    max_sequences_per_row: int = ranged(0, at_least=0, note="0 = no limit")
     """Most sequences in a packed row; 0 = no limit."""
 
     pad_rows_to_capacity: bool = False
@@ -39,7 +41,7 @@ class PackingConfig:
     """What happens to a sequence longer than a row: stop with an error, keep its first tokens, or
     leave it out. Both of the latter are counted in the metrics."""
 
-    balance_attention_weight: float = 0.0
+    balance_attention_weight: float = ranged(0.0, at_least=0, note="0 = off")
     """Cost of one attended token pair (n^2 per sequence) when data-parallel ranks are balanced, in
     units of one token's other work; about 1 / (12 * hidden size). 0 = balance tokens only."""
 
@@ -52,7 +54,7 @@ class PackingConfig:
     """What the loss of a step is divided by: what the mode counts (token-sum counts nothing and
     takes --global-batch-size), the fixed --global-batch-size, or one (a plain sum)."""
 
-    loss_normalization_max_length: int = 0
+    loss_normalization_max_length: int = ranged(0, at_least=0, note="0 = not set")
     """Length in tokens by which --loss-normalization constant divides; 0 = not set."""
 
     def row_capacity(self, *, seq_length: int) -> int:
@@ -72,7 +74,7 @@ class PackingConfig:
         sequence_multiple: what a row's length must be a multiple of (the tensor-parallel size under
         sequence parallelism, else 1).
         """
-        found = self._negative_values()
+        found = []
         if self.loss_normalization == "constant" and self.loss_normalization_max_length == 0:
             found.append(
                 "--loss-normalization constant divides by a fixed length: "
@@ -105,16 +107,3 @@ class PackingConfig:
                 f"or {down + sequence_multiple}."
             )
         return found
-
-    def _negative_values(self) -> list[str]:
-        values = {
-            "max-tokens-per-microbatch": self.max_tokens_per_microbatch,
-            "max-sequences-per-row": self.max_sequences_per_row,
-            "balance-attention-weight": self.balance_attention_weight,
-            "loss-normalization-max-length": self.loss_normalization_max_length,
-        }
-        return [
-            f"--{name} {value} is negative: give a positive number, or 0 for off."
-            for name, value in values.items()
-            if value < 0
-        ]

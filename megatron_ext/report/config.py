@@ -3,9 +3,11 @@
 # No `from __future__ import annotations`: the flag factory reads the annotations as types.
 from dataclasses import dataclass
 
+from megatron_ext.options.ranges import Ranged, ranged
+
 
 @dataclass(frozen=True, kw_only=True)
-class ReportConfig:
+class ReportConfig(Ranged):
     """Where a run records its metrics and how often it shows them."""
 
     output_dir: str | None = None
@@ -18,27 +20,22 @@ class ReportConfig:
     report_html: bool = True
     """Do not draw report.html in the output folder (on by default)."""
 
-    report_interval_seconds: float = 30.0
+    report_interval_seconds: float = ranged(
+        30.0, at_least=0, at_most=1e9, note="0 = only at the end"
+    )
     """Least seconds between two redraws of report.html while training; a redraw that is slow is
     repeated less often, so that drawing stays under 2 percent of the time. 0 = only at the end."""
 
     tensorboard_events: bool = True
     """Do not write TensorBoard events under tensorboard/ in the output folder (on by default)."""
 
-    progress_interval_seconds: float = 5.0
+    progress_interval_seconds: float = ranged(5.0, at_least=0, at_most=1e9, note="0 = no progress")
     """Least seconds between two progress lines when stderr is not a terminal; on a terminal a bar
     is drawn instead. 0 = no progress at all."""
 
-    def __post_init__(self) -> None:
-        wrong = [
-            f"{flag} {value} is not a number of seconds >= 0 (0 turns it off)"
-            for flag, value in (
-                ("--report-interval-seconds", self.report_interval_seconds),
-                ("--progress-interval-seconds", self.progress_interval_seconds),
-            )
-            if not 0 <= value < float("inf")
-        ]
+    def wrong_values(self) -> list[str]:
+        """A sentence for each value that is wrong by itself."""
+        wrong = super().wrong_values()
         if self.output_dir is not None and not self.output_dir.strip():
-            wrong.append("--output-dir is empty: name a folder, or leave the flag out")
-        if wrong:
-            raise ValueError("; ".join(wrong) + ".")
+            wrong.append("--output-dir is empty: name a folder, or leave the flag out.")
+        return wrong

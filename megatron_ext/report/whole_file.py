@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from uuid import uuid4
 
 
@@ -16,8 +17,13 @@ def check_writable(path: Path, *, flag: str) -> None:
         raise ValueError(f"{flag} {path} is a folder: name a file.")
     if not folder.is_dir():
         raise ValueError(f"{flag} {path}: there is no folder {folder}. Create it, or name another.")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{flag} {path}: {folder} cannot be written to. Name another folder.")
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {path}: {folder} cannot be written to ({error.strerror}). Name another folder."
+        ) from error
 
 
 @contextmanager

@@ -6,32 +6,21 @@ themselves.
 
 from dataclasses import dataclass
 
+from megatron_ext.options.ranges import Ranged, ranged
+
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
+class RewardConfig(Ranged):
     """How answers are checked."""
 
-    math_workers: int = 2
+    math_workers: int = ranged(2, at_least=1, at_most=1024)
     """Processes that check mathematical answers; each uses one core and about 100 MB. They start
     with the first answer that needs them."""
 
-    math_time_limit: float = 3.0
+    math_time_limit: float = ranged(3.0, above=0, at_most=1e6)
     """CPU seconds one mathematical answer may take, after which it is worth nothing; it is also
     stopped after four times as many seconds on the clock."""
 
-    math_memory_limit: int = 1024
+    math_memory_limit: int = ranged(1024, at_least=1)
     """Number of MiB one mathematical answer may add to its process, after which it is worth
     nothing."""
-
-    def problems(self) -> list[str]:
-        """What is wrong with the values, one sentence each."""
-        values = {
-            "math-workers": self.math_workers,
-            "math-time-limit": self.math_time_limit,
-            "math-memory-limit": self.math_memory_limit,
-        }
-        return [
-            f"--{name} {value} leaves nothing to check answers with: give a number above 0."
-            for name, value in values.items()
-            if not value > 0
-        ]

@@ -6,9 +6,10 @@ themselves.
 """
 
 from dataclasses import dataclass, fields
-from math import inf, isnan
+from math import isnan
 from typing import Literal
 
+from megatron_ext.options.ranges import Ranged, ranged
 from megatron_ext.packing.config import LossNormalization
 
 Algorithm = Literal[
@@ -33,7 +34,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Ranged):
     """The algorithm of a run; --algorithm sets the rest, and a flag given beside it wins."""
 
     algorithm: Algorithm = "sft"
@@ -53,16 +54,16 @@ class AlgorithmConfig:
     """Whose log-probs p_old are: the trainer's before the first update of a rollout batch (computed
     again only where there are several updates), or those the sampler recorded."""
 
-    clip_low: float = 0.2
+    clip_low: float = ranged(0.2, at_least=0, at_most=1, note="1 = no lower bound")
     """Ratios count down to 1 - this; 1 = no lower bound."""
 
-    clip_high: float = 0.2
+    clip_high: float = ranged(0.2, at_least=0, with_infinity=True, note="inf = no upper bound")
     """Ratios count up to 1 + this; inf = no upper bound."""
 
-    dual_clip: float = 0.0
+    dual_clip: float = ranged(0.0, above=1, also=(0,), note="3 is usual, 0 = no limit")
     """Most loss of a token, as a multiple of its negative advantage; 0 = no limit."""
 
-    sampler_correction_cap: float = 0.0
+    sampler_correction_cap: float = ranged(0.0, at_least=0, with_infinity=True, note="0 = off")
     """Weigh each token's policy loss by p_old / p_sampler, at most this: 2 = truncated importance
     sampling, inf = decoupled PPO. With --ratio-level sequence that is one ratio for a sequence,
     too. 0 = off."""
@@ -75,7 +76,7 @@ class AlgorithmConfig:
     """How advantages are scaled: not at all, by the standard deviation of their group's rewards, or
     to mean 0 and standard deviation 1 over the trained tokens of the whole global batch."""
 
-    kl_coefficient: float = 0.0
+    kl_coefficient: float = ranged(0.0, at_least=0, at_most=1e6, note="0 = off")
     """Weight of the KL divergence to the reference policy, per nat; 0 = off, and no reference."""
 
     kl_estimator: KlEstimator = "k3"
@@ -86,18 +87,18 @@ class AlgorithmConfig:
     """Where the KL term goes: added to each token's loss, or its sum over an episode subtracted
     from the reward, before the baseline."""
 
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: float = ranged(0.0, at_least=0, at_most=1e6, note="0 = off")
     """Weight of the entropy bonus, per nat and token; 0 = off."""
 
     overlong_episodes: Literal["train", "mask"] = "train"
     """Episodes cut at the length limit: trained like all, or masked (not trained, but still in the
     baseline of their group)."""
 
-    overlong_penalty: float = 0.0
+    overlong_penalty: float = ranged(0.0, at_least=1e-6, at_most=1e6, also=(0,), note="0 = off")
     """Reward lost by an episode of the longest response, growing from 0 over the last
     --overlong-penalty-window tokens (DAPO); 0 = off."""
 
-    overlong_penalty_window: int = 0
+    overlong_penalty_window: int = ranged(0, at_least=0, note="0 = a fifth of the longest")
     """Tokens before the longest response over which --overlong-penalty grows; 0 = a fifth of the
     longest response."""
 
@@ -150,7 +151,7 @@ class AlgorithmConfig:
         """
         if self.algorithm == "sft":
             return self._unused_in_sft()
-        found = _out_of_range(self)
+        found = []
         if temperature <= 0 or isnan(temperature):
             found.append(
                 f"--rollout-temperature {temperature} cannot train: greedy tokens have no "
@@ -237,29 +238,3 @@ class AlgorithmConfig:
                 "and 0 on average. Use k2 or k3, or --kl-placement reward."
             )
         return found
-
-
-def _out_of_range(config: AlgorithmConfig) -> list[str]:
-    """Numbers outside their range, not-a-number included."""
-    ranges = {
-        "clip_low": (0, 1, "1 = no lower bound"),
-        "clip_high": (0, inf, "inf = no upper bound"),
-        "sampler_correction_cap": (0, inf, "0 = off"),
-        "kl_coefficient": (0, 1e6, "0 = off"),
-        "entropy_coefficient": (0, 1e6, "0 = off"),
-        "overlong_penalty": (0, 1e6, "0 = off"),
-        "overlong_penalty_window": (0, inf, "0 = a fifth of the longest response"),
-    }
-    found = []
-    for name, (low, high, off) in ranges.items():
-        value = getattr(config, name)
-        if not low <= value <= high:
-            found.append(
-                f"--{name.replace('_', '-')} {value} is outside {low} to {high:g} ({off})."
-            )
-    if config.dual_clip != 0 and not 1 < config.dual_clip < inf:
-        found.append(
-            f"--dual-clip {config.dual_clip} must be above 1, or it would clip ratios of 1: 3 is "
-            "usual, 0 = no limit."
-        )
-    return found

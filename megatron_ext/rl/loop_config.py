@@ -7,39 +7,41 @@ themselves.
 
 from dataclasses import dataclass
 
+from megatron_ext.options.ranges import Ranged, ranged
+
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
+class LoopConfig(Ranged):
     """Rollout batches, updates on them, evaluations between them, and what is kept of all this."""
 
-    group_size: int = 8
+    group_size: int = ranged(8, at_least=1)
     """Episodes of each prompt; a step has --global-batch-size episodes, so that many divided by
     this of prompts."""
 
-    batch_epochs: int = 1
+    batch_epochs: int = ranged(1, at_least=1)
     """Number of passes over a rollout batch; the old policy is the same in all of them."""
 
-    minibatches: int = 1
+    minibatches: int = ranged(1, at_least=1)
     """Updates in one pass over a rollout batch, each on its share of the episodes."""
 
     shuffle_rewards: bool = False
     """Control experiment: give each episode of a step the reward of another one, drawn at random.
     A policy that still improves does not learn from rewards. Off by default."""
 
-    eval_every: int = 0
+    eval_every: int = ranged(0, at_least=0)
     """Steps between two evaluations on held-out tasks, greedy and sampled; there is also one before
     the first step and one after the last. 0 = none."""
 
-    eval_count: int = 128
+    eval_count: int = ranged(128, at_least=1)
     """Number of held-out tasks of an evaluation."""
 
-    eval_samples: int = 1
+    eval_samples: int = ranged(1, at_least=1)
     """Sampled episodes of each held-out task, for pass@k up to this k, beside the greedy one."""
 
-    rollouts_per_step: int = 8
+    rollouts_per_step: int = ranged(8, at_least=0)
     """Episodes of each step that are written to rollouts.jsonl in --output-dir; 0 = none."""
 
-    rollouts_megabytes: float = 64.0
+    rollouts_megabytes: float = ranged(64.0, at_least=0, at_most=1e9)
     """Size in units of 10^6 bytes at which rollouts.jsonl stops growing; evaluations.jsonl has the
     same."""
 
@@ -50,21 +52,8 @@ class LoopConfig:
 
     def problems(self, *, global_batch_size: int | None) -> list[str]:
         """What is wrong with the values, one sentence each."""
-        found = [
-            f"--{name.replace('_', '-')} {value} must be at least {least}."
-            for name, least in (
-                ("group_size", 1),
-                ("batch_epochs", 1),
-                ("minibatches", 1),
-                ("eval_every", 0),
-                ("eval_count", 1),
-                ("eval_samples", 1),
-                ("rollouts_per_step", 0),
-                ("rollouts_megabytes", 0),
-            )
-            if not (value := getattr(self, name)) >= least
-        ]
-        if global_batch_size is None or found:
+        found: list[str] = []
+        if global_batch_size is None:
             return found
         if global_batch_size % self.group_size:
             low = global_batch_size // self.group_size * self.group_size

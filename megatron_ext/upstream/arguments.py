@@ -37,6 +37,9 @@ from megatron_ext.data.config import DEMONSTRATIONS, DataConfig
 from megatron_ext.environments.arithmetic_tasks import TOKENIZER
 from megatron_ext.environments.config import EnvironmentConfig
 from megatron_ext.logprobs.config import LogProbsConfig
+from megatron_ext.options.job_parser import PROGRAM, USAGE
+from megatron_ext.options.megatron_ranges import MEGATRON_RANGES
+from megatron_ext.options.ranges import BadOptions, ranges_of
 from megatron_ext.packing.config import PackingConfig
 from megatron_ext.parallel.config import ParallelConfig
 from megatron_ext.report.config import ReportConfig
@@ -45,11 +48,12 @@ from megatron_ext.rl.config import AlgorithmConfig
 from megatron_ext.rl.loop_config import LoopConfig
 from megatron_ext.rl.presets import overridden, preset_defaults
 from megatron_ext.rollout.config import RolloutConfig
-from megatron_ext.upstream.command_line import CommandLine
+from megatron_ext.upstream.command_line import CommandLine, GivenFlag
 from megatron_ext.upstream.config import CheckpointConfig, LatentConfig
 from megatron_ext.upstream.hf_flags import checkpoint_values
 from megatron_ext.upstream.machine import Machine, machine_defaults, this_machine
 from megatron_ext.upstream.validation import problems
+from megatron_ext.upstream.validation_ranges import check_ranges
 from megatron_ext.upstream.validation_support import idle_flags
 from megatron_ext.upstream.validation_training import BYTE_VOCABULARY
 from megatron_ext.weights.checks import open_checkpoint
@@ -73,6 +77,8 @@ CONFIGS = {
 """Our option groups, in the order ``--help`` shows them."""
 SAVE_INTERVAL_MINUTES = 10.0
 """What a killed run loses at most where no --save-interval was chosen."""
+RANGES = MEGATRON_RANGES | {n: r for c in CONFIGS.values() for n, r in ranges_of(c).items()}
+"""What every number may be, Megatron's and ours, by the name of the parsed value."""
 _MEGATRON_REFUSES = (
     ArithmeticError,
     AssertionError,
@@ -123,8 +129,8 @@ class Options:
 def build_parser(machine: Machine | None = None) -> CommandLine:
     """Megatron's parser with our option groups, and the defaults of a machine (None = this one)."""
     parser = CommandLine(
-        prog="pretrain_rl.py",
-        usage="torchrun --nproc-per-node RANKS pretrain_rl.py [options]",
+        prog=PROGRAM,
+        usage=USAGE,
         description="Reinforcement-learning post-training on Megatron-Core. Options of "
         "megatron-ext come first in their own groups ('megatron-ext: ...'), then Megatron's.",
     )
@@ -132,6 +138,7 @@ def build_parser(machine: Machine | None = None) -> CommandLine:
         ArgumentGroupFactory(config).build_group(parser, title=f"megatron-ext: {name}")
     add_megatron_arguments(parser)
     parser.set_defaults(**machine_defaults(machine or this_machine()))
+    parser.show_ranges(RANGES)
     return parser
 
 
@@ -140,10 +147,22 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
     On any mismatch prints all of them in one message and exits with status 2, as argparse does.
     """
-    parser, words = build_parser(), sys.argv[1:] if argv is None else list(argv)
+    try:
+        return read_options(sys.argv[1:] if argv is None else argv)
+    except BadOptions as error:
+        build_parser().refuse(error.problems)
+
+
+def read_options(words: Sequence[str]) -> Options:
+    """`parse` for a program with a command line of its own.
+
+    Raises:
+        BadOptions: every mismatch, a sentence each.
+    """
+    parser = build_parser()
     parsed, bad_values, unknown = parser.read(words)
     if bad_values:
-        parser.refuse(bad_values + unknown)
+        raise BadOptions(bad_values + unknown)
     args = copy.deepcopy(parsed)  # defaults that are lists belong to the parser
     args.rank = int(os.environ.get("RANK", "0"))
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -154,17 +173,27 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         is_needed = args.save is not None and args.save_interval is None
         args.save_interval_minutes = SAVE_INTERVAL_MINUTES if is_needed else 0.0
     of_checkpoint = _take_from_checkpoint(args, given)
-    configs, wrong = _configs(args)
-    wrong += of_checkpoint + unknown + problems(args, configs, given=given, machine=this_machine())
+    configs, wrong = check(args, given=given, machine=this_machine())
+    wrong += of_checkpoint + unknown
     if not wrong:
         _fill_in(args)
         wrong += _megatron_problems(args, parser)
     if wrong:
-        parser.refuse(wrong)
+        raise BadOptions(wrong)
     idle = idle_flags(given)
     if idle and args.rank == 0:
         logger.warning("of Megatron's own training loop, no effect here: %s", ", ".join(idle))
     return Options(megatron=args, **configs)
+
+
+def check(
+    args: argparse.Namespace, *, given: Sequence[GivenFlag], machine: Machine
+) -> tuple[dict[str, Any], list[str]]:
+    """The configs of our rooms, and every mismatch that Megatron need not be asked for."""
+    ranges = check_ranges(args, RANGES)
+    configs, wrong = _configs(ranges.legal)
+    wrong += problems(ranges.legal, configs, given=given, machine=machine)
+    return configs, ranges.problems + ranges.without_followers(wrong)
 
 
 def _take_from_preset(args: argparse.Namespace, given: Any) -> None:
@@ -181,13 +210,14 @@ def _take_from_preset(args: argparse.Namespace, given: Any) -> None:
 
 def _take_from_checkpoint(args: argparse.Namespace, given: Any) -> list[str]:
     """Set the architecture flags that --hf-model fixes; what speaks against it, as sentences."""
-    if not args.hf_model:
+    if not (args.hf_model and Path(args.hf_model).exists()):  # `problems` says what is missing
         return []
     try:
         checkpoint = open_checkpoint(Path(args.hf_model), drop_mtp=args.drop_mtp_layers)
         values = checkpoint_values(args, given, architecture=checkpoint.architecture)
     except ValueError as error:
-        return [str(error)]
+        text = str(error)
+        return [f"--hf-model {text}" if text.startswith(args.hf_model) else text]
     for name, value in values.items():
         setattr(args, name, value)
     return []
@@ -200,6 +230,8 @@ def _configs(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     for name, config in CONFIGS.items():
         try:
             configs[name] = config(**{f.name: getattr(args, f.name) for f in fields(config)})
+        except BadOptions as error:
+            wrong += error.problems
         except ValueError as error:
             wrong.append(str(error))
     return configs, wrong

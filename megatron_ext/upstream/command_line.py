@@ -2,23 +2,21 @@
 
 argparse stops at the first bad value, breaks on a ``%`` in a help text (one of Megatron's has one),
 lets errors of its converters through as tracebacks and prints on every rank.  This one does not.
-Invariant the tests check: whatever the words, reading them returns or ends in status 2.
+Invariant the tests check: whatever the words, reading them returns or raises `BadOptions`.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import re
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-_TURN_SECONDS = 30.0
-"""How long other ranks let rank 0 speak; torchrun ends them as soon as rank 0 has."""
+from megatron_ext.options.job_parser import JobParser
+from megatron_ext.options.ranges import BadOptions, Range
+
 _CONVERTER_ERRORS = (ArithmeticError, AssertionError, LookupError, OSError, SyntaxError)
 """What Megatron's converters raise for bad words, beside the errors that argparse expects."""
 
@@ -48,38 +46,6 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: %(default)s)" if takes_value and not says_default else text
 
 
-class JobParser(argparse.ArgumentParser):
-    """A parser that every rank of a job has: help and errors are printed once."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print usage and message, and exit with status 2; only rank 0 prints.
-
-        A rank that torchrun has not ended when its turn has come is the only one with a problem
-        (a file that its node lacks), and prints as well.
-        """
-        rank = int(os.environ.get("RANK", "0"))
-        if rank != 0:
-            if "TORCHELASTIC_RUN_ID" not in os.environ:
-                self.exit(2)
-            time.sleep(_TURN_SECONDS)
-            message = f"on rank {rank}: {message}"
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-    def fail(self, message: str) -> NoReturn:
-        """End a run that cannot go on, with status 1 and one message, which only rank 0 prints."""
-        if int(os.environ.get("RANK", "0")) != 0:
-            if "TORCHELASTIC_RUN_ID" in os.environ:
-                time.sleep(_TURN_SECONDS)
-            self.exit(1)
-        self.exit(1, f"{self.prog}: error: {message}\n")
-
-    def print_help(self, file: Any = None) -> None:
-        """Print the help, once in a job."""
-        if int(os.environ.get("RANK", "0")) == 0:
-            super().print_help(file)
-
-
 class CommandLine(JobParser):
     """``read`` words; ``refuse`` them with every reason."""
 
@@ -87,8 +53,16 @@ class CommandLine(JobParser):
         super().__init__(**kwargs, allow_abbrev=False, formatter_class=HelpFormatter)
         self._bad_values: list[str] = []
 
+    def error(self, message: str) -> NoReturn:
+        """Raise `BadOptions`: who reads the words says how they are refused."""
+        raise BadOptions([f"{message}."])
+
     def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-        """The values; a sentence for each bad value (its default is used) and each unknown flag."""
+        """The values; a sentence for each bad value (its default is used) and each unknown flag.
+
+        Raises:
+            BadOptions: a flag lacks its value.
+        """
         self._bad_values = []
         values, unknown = self.parse_known_args(words)
         return values, self._bad_values, self._unknown(unknown)
@@ -108,9 +82,12 @@ class CommandLine(JobParser):
             if flag in groups
         ]
 
-    def refuse(self, problems: Sequence[str]) -> NoReturn:
-        """End the process with status 2 and a message that lists the problems."""
-        self.error("".join(f"\n  {problem}" for problem in problems))
+    def show_ranges(self, ranges: Mapping[str, Range]) -> None:
+        """Add the legal values, by the names of the parsed values, to the help texts."""
+        for action in self._actions:
+            if action.dest in ranges:
+                text = (action.help or "").rstrip().rstrip(".")
+                action.help = f"{text}. Legal: {ranges[action.dest].interval}."
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Convert an option's words; a bad one is noted and reading goes on."""

@@ -7,22 +7,24 @@ themselves.
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_ext.options.ranges import Ranged, ranged
+
 
 @dataclass(frozen=True, kw_only=True)
-class LatentConfig:
+class LatentConfig(Ranged):
     """Attention that tools/convert_checkpoint.py --to mla has converted; --hf-model sets it."""
 
     latent_layout: Literal["none", "paper", "deepseek"] = "none"
     """Rotary keys of converted attention: paper = each KV head has its own, deepseek = one for all.
     none = the attention is not converted."""
 
-    latent_pairs: int = 0
+    latent_pairs: int = ranged(0, at_least=0)
     """Rotary pairs (two numbers each) of each rotary key of converted attention."""
 
-    latent_rank: int = 0
+    latent_rank: int = ranged(0, at_least=0)
     """Numbers of the latent of keys and values of converted attention."""
 
-    latent_query_rank: int = 0
+    latent_query_rank: int = ranged(0, at_least=0)
     """Numbers of its latent of queries; 0 = none."""
 
     def problems(self, *, head_size: int, num_groups: int, tp_size: int) -> list[str]:
@@ -42,7 +44,7 @@ class LatentConfig:
                 for flag, number in numbers.items()
                 if number
             ]
-        wrong = [f"{f} {n} is negative: give 0 or more." for f, n in numbers.items() if n < 0]
+        wrong = []
         if self.latent_rank == 0:
             wrong.append("--latent-rank 0: converted attention has a latent. Give its size.")
         if 2 * self.latent_pairs > head_size:
@@ -59,7 +61,7 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Ranged):
     """Where weights come from and what is kept of a run, beside Megatron's --save and --load."""
 
     hf_model: str = ""
@@ -70,7 +72,7 @@ class CheckpointConfig:
     """Leave out the multi-token-prediction layers of --hf-model instead of refusing them.
     Off by default."""
 
-    keep_checkpoints: int = 0
+    keep_checkpoints: int = ranged(0, at_least=0, note="0 keeps all")
     """Newest complete checkpoints kept in --save; older ones are deleted after a newer one is
     complete. 0 = keep all."""
 
@@ -78,22 +80,7 @@ class CheckpointConfig:
     """Compare every file of a checkpoint with its checksum (checksums.json beside it) before it is
     loaded. Off: only files that are missing or cut short are found."""
 
-    save_interval_minutes: float | None = None
+    save_interval_minutes: float | None = ranged(None, at_least=0, note="0 turns it off")
     """Minutes after which a checkpoint is saved that --save-interval did not ask for, so that a
     killed run loses no more; the two newest of these are kept. 0 = off. Unset = 10 with --save and
     without --save-interval, else off."""
-
-    def problems(self) -> list[str]:
-        """What is wrong with the values, one sentence each."""
-        found = []
-        if self.keep_checkpoints < 0:
-            found.append(
-                f"--keep-checkpoints {self.keep_checkpoints} is negative: give the number of "
-                "checkpoints to keep, or 0 to keep all."
-            )
-        minutes = self.save_interval_minutes
-        if minutes is not None and not 0 <= minutes < float("inf"):
-            found.append(
-                f"--save-interval-minutes {minutes} is no time: give minutes, or 0 to turn it off."
-            )
-        return found

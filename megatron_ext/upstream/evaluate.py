@@ -26,10 +26,11 @@ from tqdm import tqdm
 
 from megatron_ext.data.dataset import open_tokenizer, read_text
 from megatron_ext.evaluation.perplexity import TokenScores, Window, join_scores
+from megatron_ext.options.ranges import BadOptions
 from megatron_ext.packing.batch import Sample
 from megatron_ext.packing.plan import plan_step
 from megatron_ext.packing.types import Microbatch
-from megatron_ext.upstream.arguments import Options, build_parser, parse
+from megatron_ext.upstream.arguments import Options, build_parser, read_options
 from megatron_ext.upstream.checkpoint_source import intact_source
 from megatron_ext.upstream.checkpoint_tensors import load_weights
 from megatron_ext.upstream.hf_weights import filler
@@ -55,10 +56,22 @@ class FrozenModel:
         return [bare(chunk) for chunk in self.chunks]
 
 
-def parse_for_evaluation(words: Sequence[str], *, seq_length: int) -> Options:
+NO_CHECKPOINT = (
+    "no checkpoint: give --hf-model (a folder with config.json, or a GGUF file) or --load (the "
+    "--save folder of a training run, with its flags of the model)."
+)
+
+
+def parse_for_evaluation(
+    words: Sequence[str], *, seq_length: int, length_flag: str = "--seq-length"
+) -> Options:
     """The options of a command line that may leave out what only training needs.
 
     Without --tokenizer-type, an --hf-model brings its own tokenizer.
+    length_flag: what the sequence length is called where the words come from.
+
+    Raises:
+        BadOptions: every mismatch, a sentence each, with the flags of that place.
     """
     given = {flag.name for flag in build_parser().given(words)}
     read = build_parser().read(words)[0]
@@ -70,11 +83,20 @@ def parse_for_evaluation(words: Sequence[str], *, seq_length: int) -> Options:
     if "global_batch_size" not in given:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         extra += ["--global-batch-size", str(world_size * (read.micro_batch_size or 1))]
-    if "tokenizer_type" not in given and read.hf_model:
+    if "tokenizer_type" not in given and read.hf_model and Path(read.hf_model).exists():
         extra += ["--tokenizer-type", "HuggingFaceTokenizer"]
         if "tokenizer_model" not in given:
             extra += ["--tokenizer-model", read.hf_model]
-    return parse([*words, *extra])
+    try:
+        return read_options([*words, *extra])
+    except BadOptions as error:
+        is_random = not (read.hf_model or read.load or read.pretrained_checkpoint)
+        raise BadOptions(
+            NO_CHECKPOINT
+            if is_random and problem.startswith("missing --num-layers")
+            else problem.replace("--seq-length", length_flag)
+            for problem in error.problems
+        ) from error
 
 
 def open_stepper(options: Options, *, layout: Layout | None = None) -> Stepper:
@@ -109,10 +131,7 @@ def fill_model(options: Options, layout: Layout, *, chunks: Sequence[MegatronMod
     elif fill is not None:
         fill(list(chunks))
     else:
-        raise ValueError(
-            "no checkpoint: give --hf-model (a folder with config.json, or a GGUF file) or --load "
-            "(the --save folder of a training run)."
-        )
+        raise ValueError(NO_CHECKPOINT)
 
 
 def score_windows(

@@ -39,7 +39,9 @@ def parse_for_sampling(words: Sequence[str], *, max_context: int | None = None) 
     positions = ["--max-position-embeddings", str(length)]
     if "max_position_embeddings" in given:
         positions = []
-    return parse_for_evaluation([*words, *positions], seq_length=length)
+    return parse_for_evaluation(
+        [*words, *positions], seq_length=length, length_flag="--max-context"
+    )
 
 
 def usual_context(words: Sequence[str], *, at_most: int = USUAL_CONTEXT) -> int:

@@ -21,6 +21,7 @@ from megatron_ext.mla.config import MLAConfig
 from megatron_ext.mla.presets import preset_options
 from megatron_ext.mla.problems import conversion_notices, conversion_problems
 from megatron_ext.mla.sizes import converted_cache, original_cache
+from megatron_ext.options.ranges import in_range
 from megatron_ext.upstream.command_line import HelpFormatter, JobParser
 from megatron_ext.upstream.convert import is_hf
 from megatron_ext.upstream.cuda_on_cpu import resident_peak_bytes
@@ -67,9 +68,14 @@ def build_parser() -> JobParser:
         "the calibration's",
     )
     parser.add_argument(
-        "--evaluation-window", type=int, default=2048, help="tokens of a window of that text"
+        "--evaluation-window",
+        type=in_range(int, at_least=2),
+        default=2048,
+        help="tokens of a window of that text",
     )
-    parser.add_argument("--max-windows", type=int, help="only the first windows (default all)")
+    parser.add_argument(
+        "--max-windows", type=in_range(int, at_least=1), help="only the first windows (default all)"
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="say what fits and what it would save; write nothing"
     )
@@ -91,7 +97,10 @@ def parse_command(words: Sequence[str]) -> tuple[argparse.Namespace, MLAConfig, 
     method = parser.parse_known_args(words)[0].low_rank_method
     parser.set_defaults(**preset_options(method))
     options, rest = parser.parse_known_args(words)
-    config = MLAConfig(**{f.name: getattr(options, f.name) for f in fields(MLAConfig)})
+    try:
+        config = MLAConfig(**{f.name: getattr(options, f.name) for f in fields(MLAConfig)})
+    except ValueError as error:
+        parser.error(str(error))
     return options, config, rest
 
 

@@ -12,15 +12,22 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_ext.options.paths import path_problems
+from megatron_ext.options.ranges import flag_of
 from megatron_ext.upstream.command_line import GivenFlag
 from megatron_ext.upstream.config import LatentConfig
 from megatron_ext.upstream.machine import Machine
-from megatron_ext.upstream.validation_layout import layout_problems, sizes_below_one
-from megatron_ext.upstream.validation_rl import reinforcement_problems
+from megatron_ext.upstream.validation_layout import layout_problems
+from megatron_ext.upstream.validation_rl import demonstration_problems, reinforcement_problems
 from megatron_ext.upstream.validation_support import support_problems
 from megatron_ext.upstream.validation_training import training_problems
 
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "train_iters", "lr")
+_OF_MODEL = ("num_layers", "hidden_size", "num_attention_heads")
+_REQUIRED = (*_OF_MODEL, "seq_length", "train_iters", "lr")
+_PATHS = (
+    *("save", "load", "pretrained_checkpoint", "output_dir", "wandb_project", "hf_model"),
+    "te_precision_config_file",
+)
 
 
 def problems(
@@ -32,22 +39,22 @@ def problems(
 ) -> list[str]:
     """Every mismatch as one sentence with flag, value, relation and remedy; empty when all fits.
 
+    args: with numbers that are all in range (`validation_ranges`).
     configs: of our rooms, by name; one that could not be made for its own problems is left out.
     """
-    no_sizes = sizes_below_one(args)
-    found = [*_required(args), *no_sizes, *support_problems(args, given, machine=machine)]
-    if not no_sizes:
-        found += layout_problems(args) + training_problems(args)
+    found = [*_required(args), *support_problems(args, given, machine=machine)]
+    found += layout_problems(args) + training_problems(args)
+    found += path_problems({flag_of(name): getattr(args, name) for name in _PATHS})
     if "data" in configs:
         found += configs["data"].problems(
-            tokenizer_model=args.tokenizer_model, eval_interval=args.eval_interval
+            tokenizer_model=args.tokenizer_model,
+            eval_interval=args.eval_interval,
+            seq_length=args.seq_length,
         )
-    found += reinforcement_problems(args, configs)
-    if "latent" in configs and not no_sizes:
+    found += reinforcement_problems(args, configs) + demonstration_problems(args, configs)
+    if "latent" in configs:
         found += _latent_problems(args, configs["latent"])
-    if "checkpoint" in configs:
-        found += configs["checkpoint"].problems()
-    if "packing" in configs and not no_sizes:
+    if "packing" in configs:
         found += configs["packing"].problems(
             seq_length=args.seq_length or 1,
             sequence_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
@@ -58,8 +65,10 @@ def problems(
 
 
 def _required(args: Namespace) -> list[str]:
-    missing = [f"--{name.replace('_', '-')}" for name in _REQUIRED if getattr(args, name) is None]
-    if args.tokenizer_type is not None and args.vocab_size is None:
+    # What --hf-model sets is missing only if that has been refused.
+    names = [name for name in _REQUIRED if not (args.hf_model and name in _OF_MODEL)]
+    missing = [flag_of(name) for name in names if getattr(args, name) is None]
+    if args.tokenizer_type is not None and args.vocab_size is None and not args.hf_model:
         missing.append("--vocab-size")
     return [f"missing {', '.join(missing)}: no default would fit."] if missing else []
 

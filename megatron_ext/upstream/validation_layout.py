@@ -19,42 +19,6 @@ def not_a_multiple(what: str, value: int, size: int, *, of: str, why: str) -> li
     return [f"--{what} {value} is not a multiple of {of} = {size}: {why}. Use {choices}."]
 
 
-def sizes_below_one(args: Namespace) -> list[str]:
-    """A sentence for each size that is no size; the other checks divide by them."""
-    names = (
-        "tensor-model-parallel-size",
-        "pipeline-model-parallel-size",
-        "context-parallel-size",
-        "expert-model-parallel-size",
-        "expert-tensor-parallel-size",
-        "num-layers-per-virtual-pipeline-stage",
-        "num-virtual-stages-per-pipeline-rank",
-        "decoder-first-pipeline-num-layers",
-        "decoder-last-pipeline-num-layers",
-        "num-layers",
-        "hidden-size",
-        "ffn-hidden-size",
-        "num-attention-heads",
-        "num-query-groups",
-        "kv-channels",
-        "seq-length",
-        "num-experts",
-        "moe-ffn-hidden-size",
-        "moe-router-topk",
-        "vocab-size",
-        "padded-vocab-size",
-        "make-vocab-size-divisible-by",
-        "micro-batch-size",
-        "global-batch-size",
-        "train-iters",
-    )
-    return [
-        f"--{name} {value} is not a positive number."
-        for name in names
-        if (value := getattr(args, name.replace("-", "_"))) is not None and value < 1
-    ]
-
-
 def _rank_problems(args: Namespace) -> list[str]:
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     cp, ep = args.context_parallel_size, args.expert_model_parallel_size
@@ -117,7 +81,22 @@ def _pipeline_problems(args: Namespace) -> list[str]:
 
 
 def _layer_problems(args: Namespace) -> list[str]:
-    """Layers per stage; uneven cuts are Megatron's to check."""
+    """Layers per stage; uneven cuts are Megatron's to check, but for the layers of the stages."""
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    ends = [
+        (f"--decoder-{end}-pipeline-num-layers", size)
+        for end, size in (("first", first), ("last", last))
+        if size
+    ]
+    left = args.num_layers - sum(size for _, size in ends)
+    stages = args.pipeline_model_parallel_size - len(ends)
+    is_cut = left >= 0 and (left % stages == 0 if stages > 0 else left == 0)
+    if ends and not is_cut:
+        shown = " and ".join(f"{flag} {size}" for flag, size in ends)
+        return [
+            f"{shown} of --num-layers {args.num_layers}: {left} layers are left for {stages} other "
+            "pipeline stages, which hold equally many. Use other sizes."
+        ]
     uneven = (
         args.pipeline_model_parallel_layout,
         args.decoder_first_pipeline_num_layers,

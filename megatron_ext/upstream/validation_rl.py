@@ -6,7 +6,27 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_ext.data.config import DEMONSTRATIONS
+from megatron_ext.environments.arithmetic_demonstrations import LONGEST_DEMONSTRATION
+
 _NEEDED = ("algorithm", "loop", "environments", "rewards", "rollout", "packing")
+
+
+def demonstration_problems(args: Namespace, configs: Mapping[str, Any]) -> list[str]:
+    """Rows that are too short for the built-in demonstrations."""
+    packing, length = configs.get("packing"), args.seq_length
+    if args.train_data != DEMONSTRATIONS or not packing or packing.overlong != "error":
+        return []
+    if length is None or min(length, packing.row_capacity(seq_length=length)) >= (
+        LONGEST_DEMONSTRATION
+    ):
+        return []
+    flag = "seq-length" if length < LONGEST_DEMONSTRATION else "max-tokens-per-microbatch"
+    short = length if flag == "seq-length" else packing.max_tokens_per_microbatch
+    return [
+        f"--{flag} {short} is shorter than the longest of the {DEMONSTRATIONS}, "
+        f"{LONGEST_DEMONSTRATION} tokens: use so many or more, or --overlong truncate or drop."
+    ]
 
 
 def reinforcement_problems(args: Namespace, configs: Mapping[str, Any]) -> list[str]:
@@ -14,7 +34,7 @@ def reinforcement_problems(args: Namespace, configs: Mapping[str, Any]) -> list[
     if any(name not in configs for name in _NEEDED):  # refused for its own problems
         return []
     algorithm, loop, rollout = configs["algorithm"], configs["loop"], configs["rollout"]
-    found = [*configs["environments"].problems(), *configs["rewards"].problems()]
+    found = configs["environments"].problems()
     found += algorithm.problems(
         group_size=loop.group_size,
         temperature=rollout.rollout_temperature,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron_ext.upstream.command_line import GivenFlag
 from megatron_ext.upstream.machine import Machine
 
 _NOT_SUPPORTED = {
+    "hierarchical_context_parallel_sizes": "use --context-parallel-size",
+    "tensor_parallel_num_weight_shards": "use --use-distributed-optimizer",
+    "expert_tensor_parallel_num_weight_shards": "use --use-distributed-optimizer",
     "mtp_num_layers": "the objectives here train the next token only",
     "hybrid_layer_pattern": "megatron-ext builds GPT models",
     "hybrid_override_pattern": "megatron-ext builds GPT models",
@@ -43,6 +46,12 @@ _NOT_SUPPORTED = {
     "tensorboard_dir": "--output-dir holds the TensorBoard events",
 }
 """Option -> why not, or what to use; refused when it is set."""
+_NOT_EVEN_OFF = {
+    *("encoder_num_layers", "decoder_num_layers", "hybrid_layer_pattern"),
+    *("hybrid_override_pattern", "train_samples", "lr_decay_samples", "lr_warmup_samples"),
+    "lr_wsd_decay_samples",
+}
+"""Those whose 0 or empty text Megatron takes for a value."""
 _FIXED = {
     "ckpt_format": ("torch_dist", "it is the only format that loads on another layout"),
     "dist_ckpt_strictness": ("assume_ok_unexpected", "every missing or extra tensor is an error"),
@@ -93,12 +102,13 @@ _IDLE = {
 }
 
 
-def support_problems(args: Namespace, given: Iterable[GivenFlag], *, machine: Machine) -> list[str]:
+def support_problems(args: Namespace, given: Sequence[GivenFlag], *, machine: Machine) -> list[str]:
     """Options that the machine or megatron-ext cannot serve."""
+    named = {option.name for option in given} & _NOT_EVEN_OFF
     found = [
         f"{_flag(name)} is not supported: {why}."
         for name, why in _NOT_SUPPORTED.items()
-        if getattr(args, name, None)
+        if getattr(args, name, None) or name in named
     ]
     found += [
         f"{_flag(name)} {getattr(args, name)} is not supported: {why}; {value} is the only choice."
@@ -169,6 +179,8 @@ def _without_te(args: Namespace, machine: Machine) -> list[str]:
         )
     if args.window_size is not None:
         found.append("--window-size needs the attention of Transformer Engine: drop it.")
+    if args.moe_latent_size is not None:
+        found.append("--moe-latent-size needs Transformer Engine: drop it.")
     if args.softmax_type != "vanilla":
         found.append(f"--softmax-type {args.softmax_type} needs Transformer Engine: use vanilla.")
     if args.moe_grouped_gemm:

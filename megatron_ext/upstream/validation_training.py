@@ -46,23 +46,10 @@ def _batch_problems(args: Namespace) -> list[str]:
             f"--max-position-embeddings {longest} is below --seq-length {length}: the last "
             f"positions would have no embedding. Use {length} or more, or leave it out."
         )
-    if args.save is not None and args.save_interval is not None and args.save_interval < 1:
-        found.append(
-            f"--save-interval {args.save_interval} is not a positive number of steps: leave it out "
-            "to save the last step only."
-        )
     if args.save is None and args.save_interval is not None:
         found.append("--save-interval needs --save: name the folder to save in.")
     if args.save is None and args.save_interval_minutes:
         found.append("--save-interval-minutes needs --save: name the folder to save in.")
-    found += [
-        f"--{name} {value} is not a positive number: leave it out to go on to --train-iters."
-        for name, value in (
-            ("exit-interval", args.exit_interval),
-            ("exit-duration-in-mins", args.exit_duration_in_mins),
-        )
-        if value is not None and value < 1
-    ]
     return found
 
 
@@ -71,19 +58,15 @@ def _schedule_problems(args: Namespace) -> list[str]:
     if args.lr is not None:
         lowest, first = args.min_lr, args.lr_warmup_init
         found += [
-            f"--{name} {value} is not between 0 and --lr {args.lr}."
+            f"--{name} {value} is above --lr {args.lr}: the rate is between 0 and that."
             for name, value in (("min-lr", lowest), ("lr-warmup-init", first))
-            if not 0 <= value <= args.lr
+            if value > args.lr
         ]
     steps = args.lr_decay_iters if args.lr_decay_iters is not None else args.train_iters
-    if steps is not None and steps < 1:
-        found.append(f"--lr-decay-iters {steps} is not a positive number of steps.")
     fraction, warmup = args.lr_warmup_fraction, args.lr_warmup_iters
     if fraction is not None and warmup:
         found.append("--lr-warmup-fraction and --lr-warmup-iters say the same: use one of them.")
-    if fraction is not None and not 0 <= fraction < 1:
-        found.append(f"--lr-warmup-fraction {fraction} is not a share of the steps: 0 <= it < 1.")
-    if warmup < 0 or (steps is not None and fraction is None and warmup >= max(steps, 1)):
+    if steps is not None and fraction is None and warmup >= steps:
         found.append(
             f"--lr-warmup-iters {warmup} leaves no step of the {steps} that the learning rate is "
             "scheduled for (--lr-decay-iters, else --train-iters): use fewer."
@@ -104,10 +87,10 @@ def _schedule_problems(args: Namespace) -> list[str]:
             f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay "
             "and --end-weight-decay."
         )
-    elif not 0 <= args.start_weight_decay <= args.end_weight_decay:
+    elif args.start_weight_decay > args.end_weight_decay:
         found.append(
             f"--start-weight-decay {args.start_weight_decay} and --end-weight-decay "
-            f"{args.end_weight_decay}: weight decay grows from 0 or more."
+            f"{args.end_weight_decay}: weight decay grows."
         )
     return found
 
@@ -133,21 +116,6 @@ def _optimizer_problems(args: Namespace) -> list[str]:
             "--optimizer sgd and --save or --load: Megatron 0.19.2 cannot load what it saved of "
             "it. Use adam, or drop them."
         )
-    found += [
-        f"--{name} {value} is not in [0, 1)."
-        for name, value in (
-            ("adam-beta1", args.adam_beta1),
-            ("adam-beta2", args.adam_beta2),
-            ("hidden-dropout", args.hidden_dropout),
-            ("attention-dropout", args.attention_dropout),
-        )
-        if not 0 <= value < 1
-    ]
-    found += [
-        f"--{name} {value} is negative: 0 turns it off."
-        for name, value in (("clip-grad", args.clip_grad), ("weight-decay", args.weight_decay))
-        if value < 0
-    ]
     return found
 
 
@@ -168,6 +136,11 @@ def _model_problems(args: Namespace) -> list[str]:
     if args.multi_latent_attention and args.group_query_attention:
         found.append(
             "--multi-latent-attention has no key/value heads: drop --group-query-attention."
+        )
+    if args.multi_latent_attention and args.position_embedding_type == "yarn":
+        found.append(
+            "--multi-latent-attention with --position-embedding-type yarn: Megatron's latent "
+            "attention takes it as --position-embedding-type rope --rope-type yarn. Use these."
         )
     if args.position_embedding_type not in ("learned_absolute", "rope", "yarn", "none"):
         found.append(
@@ -226,6 +199,11 @@ def _expert_problems(args: Namespace) -> list[str]:
             "rank routes its own part of the sequence."
         )
     found += _balancing_problems(args)
+    if args.moe_router_group_topk and not args.moe_router_num_groups:
+        found.append(
+            f"--moe-router-group-topk {args.moe_router_group_topk} needs --moe-router-num-groups: "
+            "the groups of experts to choose from."
+        )
     layers = args.moe_layer_freq
     if isinstance(layers, list) and len(layers) != args.num_layers:
         found.append(

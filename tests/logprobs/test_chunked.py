@@ -209,5 +209,5 @@ def test_temperature_must_be_positive():
 
 def test_config_refuses_a_negative_chunk():
     assert LogProbsConfig().logprob_chunk_size == 1024
-    with pytest.raises(ValueError, match="--logprob-chunk-size -1 is negative"):
+    with pytest.raises(ValueError, match="--logprob-chunk-size -1 must be at least 0"):
         LogProbsConfig(logprob_chunk_size=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Any, get_args
 
@@ -110,24 +111,34 @@ def test_what_fits_has_no_problems(name, layout, pairs):
             {"mla_layout": "deepseek", "rope_stride": 4},
             "--rope-pairs 2 with --rope-stride 4 covers more than the 6",
         ),
-        ({"token_weight": 1.5}, "--token-weight 1.5 must be from 0 to 1"),
-        ({"metric_exponent": -0.1}, "--metric-exponent -0.1 must be from 0 to 1"),
-        ({"moment_ridge": -1.0}, "--moment-ridge -1.0 is negative"),
-        ({"moment_ridge": float("nan")}, "--moment-ridge nan is negative"),
-        ({"rope_stride": 0}, "--rope-stride 0 is no number: use -1"),
-        ({"rope_pairs": -2}, "--rope-pairs -2 is no number: use -1"),
         (
             {"rope_pairs": -1, "kv_rank": 8, "cache_ratio": 0.0},
             "--kv-rank without --rope-pairs: only a --cache-ratio can be divided",
         ),
         ({"rope_pairs": -1, "cache_ratio": 0.01}, "--cache-ratio 0.01 leaves no possible latent"),
-        ({"kv_balance_factor": 0.0}, "--kv-balance-factor 0.0 must be above 0"),
         ({"whitening": False}, "--token-weight 0.95 looks at activations.*Use --metric-exponent 0"),
     ],
 )
 def test_options_that_do_not_fit(options, message):
     pattern = message.replace("(", r"\(")
     assert_found(problems(**options), pattern)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"token_weight": 1.5}, "--token-weight 1.5 must be from 0 to 1"),
+        ({"metric_exponent": -0.1}, "--metric-exponent -0.1 must be from 0 to 1"),
+        ({"moment_ridge": -1.0}, "--moment-ridge -1.0 must be at least 0"),
+        ({"moment_ridge": float("nan")}, "--moment-ridge nan is not a finite number"),
+        ({"rope_stride": 0}, "--rope-stride 0 must be at least 1, or -1 (-1 finds it)"),
+        ({"rope_pairs": -2}, "--rope-pairs -2 must be at least 0, or -1 (-1 finds it)"),
+        ({"kv_balance_factor": 0.0}, "--kv-balance-factor 0.0 must be above 0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MLAConfig(**options)
 
 
 def assert_found(text: str, pattern: str) -> None:

@@ -1,5 +1,7 @@
 """Options that do not fit together are named with their remedy, all at once."""
 
+import pytest
+
 from megatron_ext.packing import PackingConfig
 
 
@@ -31,14 +33,14 @@ def test_fixed_denominators():
 def test_all_problems_are_listed():
     config = PackingConfig(
         max_sequences_per_row=4,
-        balance_attention_weight=-1.0,
         loss_normalization="constant",
     )
     problems = config.problems(seq_length=128)
-    assert len(problems) == 3
-    assert "--balance-attention-weight -1.0 is negative" in problems[0]
-    assert "--loss-normalization-max-length" in problems[1]
-    assert "--max-sequences-per-row needs --packing" in problems[2]
+    assert len(problems) == 2
+    assert "--loss-normalization-max-length" in problems[0]
+    assert "--max-sequences-per-row needs --packing" in problems[1]
+    with pytest.raises(ValueError, match=r"--balance-attention-weight -1\.0 must be at least 0"):
+        PackingConfig(balance_attention_weight=-1.0)
 
 
 def test_denominator_and_capacity_that_do_not_fit():

@@ -244,7 +244,9 @@ def test_throughput_is_added_where_it_can_be():
 
 
 def test_impossible_choices_are_refused_together():
-    with pytest.raises(ValueError, match=r"--report-interval-seconds -1 .*--progress-.* nan .*dir"):
+    with pytest.raises(
+        ValueError, match=r"(?s)--report-interval-seconds -1 .*--progress-.* nan .*dir"
+    ):
         ReportConfig(
             report_interval_seconds=-1, progress_interval_seconds=float("nan"), output_dir=" "
         )

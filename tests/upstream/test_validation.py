@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.upstream.arguments import CONFIGS, build_parser
+from megatron_ext.upstream.arguments import build_parser, check
 from megatron_ext.upstream.machine import Machine, machine_defaults
-from megatron_ext.upstream.validation import problems
 from tests.upstream.cpu_runs import SMALL
 
 NO_GPU = Machine(has_cuda=False, has_transformer_engine=False, has_apex=False)
@@ -23,17 +22,14 @@ def found(flags: str, *, world_size: int = 1, machine: Machine = NO_GPU) -> list
     args, bad_values, unknown = parser.read(words)
     assert not bad_values + unknown
     args.world_size = world_size
-    configs = {
-        name: config(**{field: getattr(args, field) for field in config.__dataclass_fields__})
-        for name, config in CONFIGS.items()
-    }
-    return problems(args, configs, given=parser.given(words), machine=machine)
+    _, wrong = check(args, given=parser.given(words), machine=machine)
+    return wrong
 
 
 REFUSED = {
     # flags: what the only sentence says
-    "--tensor-model-parallel-size 0": "--tensor-model-parallel-size 0 is not a positive number",
-    "--num-query-groups 0 --group-query-attention": "--num-query-groups 0 is not a positive number",
+    "--tensor-model-parallel-size 0": "--tensor-model-parallel-size 0 must be at least 1",
+    "--num-query-groups 0 --group-query-attention": "--num-query-groups 0 must be at least 1",
     "--pipeline-model-parallel-size 3 --num-layers 3": "4 ranks cannot hold replicas",
     "--expert-model-parallel-size 2": "--expert-model-parallel-size 2 needs --num-experts",
     f"{EXPERTS} --num-experts 3 --expert-model-parallel-size 2": "--num-experts 3 is not a",
@@ -70,19 +66,20 @@ REFUSED = {
     "--global-batch-size 6": "--global-batch-size 6 is not a multiple of --micro-batch-size 1 x 4",
     "--max-position-embeddings 23": "--max-position-embeddings 23 is below --seq-length 24",
     "--save-interval 2": "--save-interval needs --save",
-    "--save x --save-interval 0": "--save-interval 0 is not a positive number of steps",
-    "--min-lr 1": "--min-lr 1.0 is not between 0 and --lr 0.001",
+    "--save x --save-interval 0": "--save-interval 0 must be from 1",
+    "--min-lr 1": "--min-lr 1.0 is above --lr 0.001",
     "--lr-warmup-iters 3": "--lr-warmup-iters 3 leaves no step of the 3",
     "--lr-warmup-iters 1 --lr-warmup-fraction 0.5": "say the same",
     "--lr-decay-style WSD": "--lr-decay-style WSD needs --lr-wsd-decay-iters",
-    "--weight-decay -0.1": "--weight-decay -0.1 is negative",
+    "--weight-decay -0.1": "--weight-decay -0.1 must be at least 0",
     "--start-weight-decay 0.1": "--start-weight-decay needs --weight-decay-incr-style",
     "--fp16 --bf16": "--fp16 and --bf16: use one of them",
     "--overlap-param-gather --overlap-grad-reduce": "needs --use-distributed-optimizer",
-    "--adam-beta2 1": "--adam-beta2 1.0 is not in [0, 1)",
-    "--hidden-dropout 1.5": "--hidden-dropout 1.5 is not in [0, 1)",
+    "--adam-beta2 1": "--adam-beta2 1.0 must be at least 0 and below 1",
+    "--hidden-dropout 1.5": "--hidden-dropout 1.5 must be at least 0 and below 1",
     "--optimizer sgd --save x": "cannot load what it saved",
     "--optimizer muon": "--optimizer muon is not supported: use adam or sgd",
+    "--multi-latent-attention --position-embedding-type yarn": "rope --rope-type yarn",
     "--multi-latent-attention --group-query-attention --num-query-groups 2": "drop",
     "--tokenizer-type GPT2BPETokenizer": "use NullTokenizer (the same",
     "--tokenizer-type HuggingFaceTokenizer": "needs --tokenizer-model",
