@@ -25,7 +25,9 @@ import torch
 from tqdm import tqdm
 
 from megatron_ext.upstream import mla_command
-from megatron_ext.upstream.convert import Conversion, is_hf, to_hf, to_megatron
+from megatron_ext.upstream.convert import to_megatron
+from megatron_ext.upstream.convert_hf import to_hf
+from megatron_ext.upstream.convert_target import Conversion, is_hf
 from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.cuda_on_cpu import resident_peak_bytes
 from megatron_ext.upstream.machine import this_machine

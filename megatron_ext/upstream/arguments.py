@@ -182,7 +182,14 @@ def _take_from_checkpoint(args: argparse.Namespace, given: Any) -> list[str]:
         return [str(error)]
     for name, value in values.items():
         setattr(args, name, value)
+    for note in checkpoint.notes if args.rank == 0 else ():
+        _say_once(f"--hf-model {args.hf_model}: {note}")
     return []
+
+
+@cache
+def _say_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def _configs(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

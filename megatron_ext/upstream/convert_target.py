@@ -1,4 +1,4 @@
-"""Where a converted checkpoint goes: a folder that is complete or absent."""
+"""A conversion, and where its output goes: a folder that is complete or absent."""
 
 from __future__ import annotations
 
@@ -6,13 +6,40 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.upstream import checkpoint_folder as folders
-from megatron_ext.weights.sources import CONFIG, TensorSource
+from megatron_ext.weights.sources import TensorInfo
+from megatron_ext.weights.weight_files import CONFIG
 from megatron_ext.weights.writer import TOKENIZER_FILES
+
+HF_FOLDER = "hf"
+"""Beside the weights of a converted checkpoint: its config.json and tokenizer, for the way back."""
+Progress = Callable[[int], object]
+"""Called with the bytes of each parameter that is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What will be written, and how; nothing is before ``run``."""
+
+    tensors: Mapping[str, TensorInfo]
+    """Of the output, in the order they are written."""
+    run: Callable[[Progress], None]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all values."""
+        return sum(info.num_bytes for info in self.tensors.values())
+
+
+def is_hf(path: Path) -> bool:
+    """Whether a path is a Hugging Face directory or a file of weights."""
+    return path.suffix in (".gguf", ".safetensors") or (path / CONFIG).is_file()
 
 
 @contextmanager
@@ -51,11 +78,11 @@ def check_target(target: Path, *, num_bytes: int) -> None:
         )
 
 
-def keep_small_files(source: TensorSource, folder: Path) -> None:
-    """Write the source's config.json and tokenizer files, if it has them, to a new folder."""
+def keep_small_files(source: Path, folder: Path, *, config: Mapping[str, Any]) -> None:
+    """Write a config.json, and a source folder's tokenizer files, to a new folder."""
     folder.mkdir()
-    text = json.dumps(dict(source.config), indent=2) + "\n"
+    text = json.dumps(dict(config), indent=2) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
-    for name in TOKENIZER_FILES if source.location.is_dir() else ():
-        if (source.location / name).is_file():
-            shutil.copyfile(source.location / name, folder / name)
+    for name in TOKENIZER_FILES if source.is_dir() else ():
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
