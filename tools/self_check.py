@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with device_mode():
         if own.hf_model:
             words += ["--hf-model", str(own.hf_model), "--tokenizer-type", "NullTokenizer"]
-        options = parse_for_evaluation(words, seq_length=own.seq_length)
         try:
+            options = parse_for_evaluation(words, seq_length=own.seq_length)
             return check(own, options, words=[__file__, *given])
         except ValueError as error:
             parser.error(str(error))

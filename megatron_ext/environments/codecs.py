@@ -5,7 +5,7 @@ Invariant the tests check: ids of a chat are those that training on this chat be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -56,6 +56,7 @@ def open_codec(
     kind: str | None,
     model: str | None,
     checkpoint: str | None = None,
+    more_stop_ids: Iterable[int] = (),
     chat_template: str | None = None,
     prompts_as_messages: bool = False,
 ) -> ModelCodec:
@@ -64,7 +65,7 @@ def open_codec(
     kind: --tokenizer-type; None = bytes.
     model: --tokenizer-model.
     checkpoint: --hf-model; it, or else the tokenizer's folder, may name more ids that end a
-    response.
+    response, as may more_stop_ids, of the checkpoint that is loaded.
     chat_template: --chat-template, a Jinja template or the path of one; None = the tokenizer's own.
 
     Raises:
@@ -82,7 +83,7 @@ def open_codec(
     return HuggingFaceCodec(
         tokenizer,
         prompts_as_messages=prompts_as_messages,
-        more_stop_ids=stop_ids_of(Path(checkpoint or model)),
+        more_stop_ids=stop_ids_of(Path(checkpoint or model)).union(more_stop_ids),
     )
 
 

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from math import lcm
-from pathlib import Path
 from typing import Any
 
 from megatron.core.config import set_experimental_flag
@@ -47,12 +46,11 @@ from megatron_ext.rl.presets import preset_defaults
 from megatron_ext.rollout.config import RolloutConfig
 from megatron_ext.upstream.command_line import CommandLine
 from megatron_ext.upstream.config import CheckpointConfig, LatentConfig
-from megatron_ext.upstream.hf_flags import checkpoint_values
+from megatron_ext.upstream.hf_source import checked_values, described
 from megatron_ext.upstream.machine import Machine, machine_defaults, this_machine
-from megatron_ext.upstream.validation import problems
+from megatron_ext.upstream.validation import problems, required
 from megatron_ext.upstream.validation_support import idle_flags
 from megatron_ext.upstream.validation_training import BYTE_VOCABULARY
-from megatron_ext.weights.checks import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -130,15 +128,32 @@ def build_parser(machine: Machine | None = None) -> CommandLine:
     return parser
 
 
+class OptionsRefused(ValueError):
+    """A command line that cannot be used: every mismatch."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n  ".join(problems))
+        self.problems = list(problems)
+
+
 def parse(argv: Sequence[str] | None = None) -> Options:
+    """`read_options`; prints all mismatches in one message and exits with status 2."""
+    try:
+        return read_options(argv)
+    except OptionsRefused as refused:
+        build_parser().refuse(refused.problems)
+
+
+def read_options(argv: Sequence[str] | None = None) -> Options:
     """Parse and check a command line; Megatron's globals are set to it.
 
-    On any mismatch prints all of them in one message and exits with status 2, as argparse does.
+    Raises:
+        OptionsRefused: it has mismatches; all of them.
     """
     parser, words = build_parser(), sys.argv[1:] if argv is None else list(argv)
     parsed, bad_values, unknown = parser.read(words)
     if bad_values:
-        parser.refuse(bad_values + unknown)
+        raise OptionsRefused(bad_values + unknown)
     args = copy.deepcopy(parsed)  # defaults that are lists belong to the parser
     args.rank = int(os.environ.get("RANK", "0"))
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -148,11 +163,13 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     of_checkpoint = _take_from_checkpoint(args, given)
     configs, wrong = _configs(args)
     wrong += of_checkpoint + unknown + problems(args, configs, given=given, machine=this_machine())
+    if of_checkpoint:  # what is missing follows from it
+        wrong = [problem for problem in wrong if problem not in required(args)]
     if not wrong:
         _fill_in(args)
         wrong += _megatron_problems(args, parser)
     if wrong:
-        parser.refuse(wrong)
+        raise OptionsRefused(wrong)
     idle = idle_flags(given)
     if idle and args.rank == 0:
         logger.warning("of Megatron's own training loop, no effect here: %s", ", ".join(idle))
@@ -172,18 +189,17 @@ def _take_from_preset(args: argparse.Namespace, given: Any) -> None:
 
 
 def _take_from_checkpoint(args: argparse.Namespace, given: Any) -> list[str]:
-    """Set the architecture flags that --hf-model fixes; what speaks against it, as sentences."""
-    if not args.hf_model:
-        return []
+    """Set the flags that --hf-model or --load fixes; what speaks against it, as sentences."""
     try:
-        checkpoint = open_checkpoint(Path(args.hf_model), drop_mtp=args.drop_mtp_layers)
-        values = checkpoint_values(args, given, architecture=checkpoint.architecture)
+        found = described(args)
+        values = checked_values(args, given, found)
     except ValueError as error:
         return [str(error)]
     for name, value in values.items():
         setattr(args, name, value)
-    for note in checkpoint.notes if args.rank == 0 else ():
-        _say_once(f"--hf-model {args.hf_model}: {note}")
+    for checkpoint in found if args.rank == 0 else ():
+        for note in checkpoint.notes:
+            _say_once(f"{checkpoint.flag}: {note}")
     return []
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron_ext.upstream import checkpoint_folder as folders
-from megatron_ext.upstream.arguments import parse
+from megatron_ext.upstream.arguments import OptionsRefused, read_options
 from megatron_ext.upstream.convert_hf import wanted_dtype
 from megatron_ext.upstream.convert_target import (
     HF_FOLDER,
@@ -136,7 +136,11 @@ def _arguments(
     words += " --tokenizer-type NullTokenizer"
     kind = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, [])
     mtp = ["--drop-mtp-layers"] if drop_mtp else []
-    args = parse([*words.split(), *kind, *mtp, "--hf-model", str(source)]).megatron
+    try:
+        args = read_options([*words.split(), *kind, *mtp, "--hf-model", str(source)]).megatron
+    except OptionsRefused as refused:
+        problems = [f"Megatron, in the words of its flags: {text}" for text in refused.problems]
+        raise CheckpointError(source, problems) from refused
     saved = {name: value for name, value in vars(args).items() if name not in OF_ONE_RANK}
     return Namespace(**saved | {"hf_model": "", "consumed_train_samples": 0})
 

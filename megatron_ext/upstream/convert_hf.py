@@ -7,6 +7,7 @@ config.json included.
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,22 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.upstream import checkpoint_folder as folders
 from megatron_ext.upstream.checkpoint_fit import model_differences
-from megatron_ext.upstream.convert_target import HF_FOLDER, Conversion, Progress
+from megatron_ext.upstream.convert_target import HF_FOLDER, Conversion, Progress, small_files
 from megatron_ext.upstream.hf_config import megatron_arguments
 from megatron_ext.upstream.hf_describe import describe
+from megatron_ext.upstream.hf_source import RECORD
 from megatron_ext.upstream.torch_dist import Place, TorchDistReader, places_of
 from megatron_ext.weights.architecture import Architecture
-from megatron_ext.weights.checks import not_finite
+from megatron_ext.weights.checks import FiniteReader, not_finite, open_checkpoint
 from megatron_ext.weights.families import architecture_of, parameters
-from megatron_ext.weights.operators import WHOLE
+from megatron_ext.weights.operators import WHOLE, Block
 from megatron_ext.weights.sources import CheckpointError, TensorInfo
 from megatron_ext.weights.stream import checkpoint_tensors
 from megatron_ext.weights.table import Parameter
 from megatron_ext.weights.weight_files import CONFIG, listed, read_json
 from megatron_ext.weights.writer import CheckpointWriter
+
+logger = logging.getLogger(__name__)
 
 
 def to_hf(
@@ -45,8 +49,8 @@ def to_hf(
     """From a ``torch_dist`` checkpoint of any layout to a Hugging Face directory.
 
     step: of the checkpoint; None = the one to load.
-    like: directory of the config.json and tokenizer; None = what `to_megatron` has kept, else a
-        config.json made from the checkpoint's arguments.
+    like: directory of the config.json and tokenizer; None = what `to_megatron` has kept beside the
+        checkpoint or in it, else a config.json made from the checkpoint's arguments.
 
     Raises:
         ValueError: the source or ``like`` cannot be used, or the target exists; all reasons.
@@ -62,7 +66,11 @@ def to_hf(
     like = like or (kept if (kept / CONFIG).is_file() else None)
     if saved_args is None and like is None:
         raise ValueError(f"{folder} has no arguments beside its tensors. Give --like.")
-    config = _read_config(like) if like else describe(saved_args or Namespace())
+    record = getattr(saved_args, RECORD, None)
+    if like:
+        config = _read_config(like)
+    else:
+        config = record["config"] if record else describe(saved_args or Namespace())
     architecture = architecture_of(config)
     expected = Namespace(**megatron_arguments(architecture, max_length=0))
     reader = TorchDistReader(folder)
@@ -97,6 +105,59 @@ def to_hf(
             if bad:
                 raise CheckpointError(folder, not_finite(bad))
 
+    return Conversion(tensors=tensors, run=run)
+
+
+def hf_again(
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    drop_mtp: bool = False,
+    max_file_bytes: int = 5 * 10**9,
+) -> Conversion:
+    """From a GGUF file, or a Hugging Face directory of any form, to a Hugging Face directory.
+
+    dtype: of the weights; None = as they are, float32 from GGUF.
+
+    Raises:
+        ValueError: the source cannot be used, or the target exists; all reasons at once.
+    """
+    checkpoint = open_checkpoint(source, drop_mtp=drop_mtp)
+    for note in checkpoint.notes:
+        logger.warning("%s: %s", source, note)
+    found = checkpoint.source.tensors
+    tensors = {
+        name: TensorInfo(
+            shape=shape,
+            dtype=(None if parameter.is_bits else wanted_dtype(parameter, dtype))
+            or found[name].dtype,
+        )
+        for parameter in parameters(checkpoint.architecture)
+        if not parameter.is_copy
+        for name, shape in parameter.operator.tensors().items()
+    }
+
+    def run(progress: Progress) -> None:
+        read = FiniteReader(checkpoint.source)
+        with small_files(checkpoint.source.location) as folder, writer(folder) as writing:
+            for name, info in tensors.items():
+                writing.add(name, read(Block(name=name, rows=slice(0, info.shape[0]))))
+                progress(info.num_bytes)
+            checkpoint.source.close()
+            if problems := read.problems():
+                raise CheckpointError(source, problems)
+
+    def writer(folder: Path | None) -> CheckpointWriter:
+        return CheckpointWriter(
+            target,
+            tensors=tensors,
+            config=checkpoint.config,
+            tokenizer=folder,
+            max_file_bytes=max_file_bytes,
+        )
+
+    writer(None)  # looks at the target
     return Conversion(tensors=tensors, run=run)
 
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.data.hugging_face import load_tokenizer
 from megatron_ext.upstream import checkpoint_folder as folders
 from megatron_ext.weights.sources import TensorInfo
+from megatron_ext.weights.stop_ids import GENERATION_CONFIG, stop_ids_of
 from megatron_ext.weights.weight_files import CONFIG
 from megatron_ext.weights.writer import TOKENIZER_FILES
+
+logger = logging.getLogger(__name__)
 
 HF_FOLDER = "hf"
 """Beside the weights of a converted checkpoint: its config.json and tokenizer, for the way back."""
@@ -86,3 +92,24 @@ def keep_small_files(source: Path, folder: Path, *, config: Mapping[str, Any]) -
     for name in TOKENIZER_FILES if source.is_dir() else ():
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+
+
+@contextmanager
+def small_files(source: Path) -> Iterator[Path]:
+    """A folder with the tokenizer's files of a source; a GGUF file's are made from it.
+
+    A GGUF file without a tokenizer that transformers can read gives none, with a warning.
+    """
+    if source.suffix != ".gguf":
+        yield source if source.is_dir() else source.parent
+        return
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        try:
+            load_tokenizer(source).save_pretrained(folder)
+        except ValueError as error:
+            logger.warning("no tokenizer is written: %s", error)
+        if ids := sorted(stop_ids_of(source)):
+            text = json.dumps({"eos_token_id": ids}, indent=2) + "\n"
+            (folder / GENERATION_CONFIG).write_text(text, encoding="utf-8")
+        yield folder

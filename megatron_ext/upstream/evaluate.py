@@ -29,9 +29,10 @@ from megatron_ext.evaluation.perplexity import TokenScores, Window, join_scores
 from megatron_ext.packing.batch import Sample
 from megatron_ext.packing.plan import plan_step
 from megatron_ext.packing.types import Microbatch
-from megatron_ext.upstream.arguments import Options, build_parser, parse
+from megatron_ext.upstream.arguments import Options, build_parser, read_options
 from megatron_ext.upstream.checkpoint_source import find_source
 from megatron_ext.upstream.checkpoint_tensors import load_weights, on_writer
+from megatron_ext.upstream.hf_source import tokenizer_folder
 from megatron_ext.upstream.hf_weights import filler
 from megatron_ext.upstream.layout import Layout, open_layout
 from megatron_ext.upstream.microbatches import replica_of, to_device
@@ -58,7 +59,10 @@ class FrozenModel:
 def parse_for_evaluation(words: Sequence[str], *, seq_length: int) -> Options:
     """The options of a command line that may leave out what only training needs.
 
-    Without --tokenizer-type, an --hf-model brings its own tokenizer.
+    Without --tokenizer-type, an --hf-model or a converted checkpoint brings its own tokenizer.
+
+    Raises:
+        OptionsRefused: the words cannot be used; every mismatch.
     """
     given = {flag.name for flag in build_parser().given(words)}
     read = build_parser().read(words)[0]
@@ -70,11 +74,12 @@ def parse_for_evaluation(words: Sequence[str], *, seq_length: int) -> Options:
     if "global_batch_size" not in given:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         extra += ["--global-batch-size", str(world_size * (read.micro_batch_size or 1))]
-    if "tokenizer_type" not in given and read.hf_model:
+    tokenizer = tokenizer_folder(read)
+    if "tokenizer_type" not in given and tokenizer is not None:
         extra += ["--tokenizer-type", "HuggingFaceTokenizer"]
         if "tokenizer_model" not in given:
-            extra += ["--tokenizer-model", read.hf_model]
-    return parse([*words, *extra])
+            extra += ["--tokenizer-model", tokenizer]
+    return read_options([*words, *extra])
 
 
 def open_stepper(options: Options, *, layout: Layout | None = None) -> Stepper:

@@ -35,7 +35,7 @@ def problems(
     configs: of our rooms, by name; one that could not be made for its own problems is left out.
     """
     no_sizes = sizes_below_one(args)
-    found = [*_required(args), *no_sizes, *support_problems(args, given, machine=machine)]
+    found = [*required(args), *no_sizes, *support_problems(args, given, machine=machine)]
     if not no_sizes:
         found += layout_problems(args) + training_problems(args)
     if "data" in configs:
@@ -57,7 +57,8 @@ def problems(
     return found
 
 
-def _required(args: Namespace) -> list[str]:
+def required(args: Namespace) -> list[str]:
+    """The sizes that nothing has given."""
     missing = [f"--{name.replace('_', '-')}" for name in _REQUIRED if getattr(args, name) is None]
     if args.tokenizer_type is not None and args.vocab_size is None:
         missing.append("--vocab-size")

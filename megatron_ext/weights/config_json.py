@@ -224,7 +224,7 @@ def _decoder(
         rope=rope(
             fields, theta=rope_theta, max_positions=max_positions, is_interleaved=latent is not None
         ),
-        attention_dropout=fields.number("attention_dropout", default=0.0, minimum=0.0),
+        attention_dropout=fields.share("attention_dropout", default=0.0),
         latent=latent,
         **traits,
     )

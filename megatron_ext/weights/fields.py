@@ -50,6 +50,14 @@ class Fields:
             return 0
         return self.integer(name, default=default, minimum=0)
 
+    def share(self, name: str, *, default: float) -> float:
+        """A number from 0 to 1, 1 not among them."""
+        value = self.number(name, default=default, minimum=0.0)
+        if value >= 1.0:
+            self.problem(f"{name} is {value:g}, not a number from 0 to 1.")
+            return default
+        return value
+
     def number(self, name: str, *, default: Any = REQUIRED, minimum: float = 1e-30) -> float:
         """A finite number of at least the minimum."""
         name, value = self._value((name,), default)

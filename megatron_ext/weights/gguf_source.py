@@ -74,10 +74,10 @@ class GgufSource:
     """
 
     def __init__(self, path: Path) -> None:
-        self.location = path
         self._bytes_read = 0
         self.notes: Sequence[str] = ()
         paths = _all_parts(path)
+        self.location = paths[0]
         readers = [_opened(part) for part in paths]
         self._mapped: list[Any] = [reader.data for reader in readers]
         metadata = read_metadata(readers[0], path=paths[0])
