@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.weights.architecture import Architecture
-from megatron_ext.weights.families import FAMILIES, architecture_of, parameters
+from megatron_ext.weights.families import FAMILIES, architecture_of, parameters, read_config
 from megatron_ext.weights.gguf_source import GgufSource
 from megatron_ext.weights.operators import Block, Shape
 from megatron_ext.weights.sources import (
@@ -63,10 +63,11 @@ def open_checkpoint(path: Path, *, drop_mtp: bool = False) -> Checkpoint:
     """
     source = open_source(path)
     try:
-        architecture = architecture_of(source.config)
+        architecture, unused = read_config(source.config)
     except ValueError as error:
         raise CheckpointError(path, [str(error)]) from error
     config, notes = source.config, list(source.notes)
+    notes += listed(unused, f"fields of config.json that a {architecture.family} has not; not used")
     if architecture.tied and OUTPUT in source.tensors and not _is_output_the_embedding(source):
         config = {**config, "tie_word_embeddings": False}
         architecture = replace(architecture, tied=False)
