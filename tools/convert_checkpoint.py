@@ -2,6 +2,7 @@
 
     python tools/convert_checkpoint.py Llama-2-7b-hf megatron/llama
     python tools/convert_checkpoint.py megatron/llama Llama-2-7b-again
+    python tools/convert_checkpoint.py tiny.gguf tiny-hf --to hf --dtype bf16
     python tools/convert_checkpoint.py Llama-2-7b-hf Llama-2-7b-mla --to mla --layout deepseek \\
         --cache-ratio 0.25 --calibration-data text.txt
 
@@ -27,7 +28,9 @@ from tqdm import tqdm
 from megatron_ext.files.lock import hold_target
 from megatron_ext.options.ranges import in_range
 from megatron_ext.upstream import mla_command
-from megatron_ext.upstream.convert import Conversion, is_hf, to_hf, to_megatron
+from megatron_ext.upstream.convert import to_megatron
+from megatron_ext.upstream.convert_hf import hf_again, to_hf
+from megatron_ext.upstream.convert_target import Conversion, is_hf
 from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.cuda_on_cpu import resident_peak_bytes
 from megatron_ext.upstream.machine import this_machine
@@ -64,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Hugging Face or GGUF checkpoints to Megatron's torch_dist format, and back."
+        prog="convert_checkpoint.py",
+        description="Hugging Face or GGUF checkpoints to Megatron's torch_dist format, and back.",
     )
     parser.add_argument(
         "input",
@@ -76,7 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--to",
         choices=("megatron", "hf", "mla"),
-        help="what the output is (default: megatron for a Hugging Face or GGUF input, else hf); "
+        help="what the output is (default: megatron for a Hugging Face or GGUF input, else hf; hf "
+        "of such an input writes it again as plain safetensors); "
         "mla has options of its own: --to mla --help",
     )
     parser.add_argument(
@@ -131,13 +136,21 @@ def plan(options: argparse.Namespace) -> Conversion:
     dtype = DTYPES.get(options.dtype)
     if not options.input.exists():
         raise ValueError(f"{options.input} does not exist. Check the path.")
-    kind = "megatron" if is_hf(options.input) else "hf"
-    if options.to not in (None, kind):
+    is_source_hf = is_hf(options.input)
+    if options.to == "megatron" and not is_source_hf:
         raise ValueError(
-            f"--to {options.to}: {options.input} becomes {kind}, because it is "
-            f"{'in' if kind == 'megatron' else 'not in'} Hugging Face's format. Leave --to out."
+            f"--to megatron: {options.input} is not in Hugging Face's format and becomes hf. Leave "
+            "--to out."
         )
-    if is_hf(options.input):
+    if is_source_hf and options.to == "hf":
+        return hf_again(
+            options.input,
+            options.output,
+            dtype=dtype,
+            drop_mtp=options.drop_mtp_layers,
+            max_file_bytes=options.max_shard_size,
+        )
+    if is_source_hf:
         return to_megatron(
             options.input,
             options.output,

@@ -5,8 +5,7 @@ Invariant the tests check: ids of a chat are those that training on this chat be
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,8 +14,7 @@ from megatron_ext.data.records import Chat
 from megatron_ext.data.tokenizer import END_OF_TEXT, ByteTokenizer
 from megatron_ext.data.tokenizer_files import read_template
 from megatron_ext.environments.text import HuggingFaceCodec, Message, TextCodec
-
-GENERATION_CONFIG = "generation_config.json"
+from megatron_ext.weights.stop_ids import stop_ids_of
 
 
 class ModelCodec(TextCodec, Protocol):
@@ -59,6 +57,7 @@ def open_codec(
     kind: str | None,
     model: str | None,
     checkpoint: str | None = None,
+    more_stop_ids: Iterable[int] = (),
     chat_template: str | None = None,
     prompts_as_messages: bool = False,
 ) -> ModelCodec:
@@ -66,8 +65,8 @@ def open_codec(
 
     kind: --tokenizer-type; None = bytes.
     model: --tokenizer-model.
-    checkpoint: --hf-model; its generation_config.json, or that of the tokenizer's folder, may name
-    more ids that end a response.
+    checkpoint: --hf-model; it, or else the tokenizer's folder, may name more ids that end a
+    response, as may more_stop_ids, of the checkpoint that is loaded.
     chat_template: --chat-template, a Jinja template or the path of one; None = the tokenizer's own.
 
     Raises:
@@ -83,20 +82,5 @@ def open_codec(
         load_tokenizer(model),
         **read_template(chat_template),
         prompts_as_messages=prompts_as_messages,
-        more_stop_ids=stop_ids_beside(Path(checkpoint or model)),
+        more_stop_ids=stop_ids_of(Path(checkpoint or model)).union(more_stop_ids),
     )
-
-
-def stop_ids_beside(checkpoint: Path) -> frozenset[int]:
-    """The ids that a folder's generation_config.json says end a response; none without one.
-
-    Chat models often have several, of which the tokenizer names one.
-    """
-    file = checkpoint / GENERATION_CONFIG
-    if not file.is_file():
-        return frozenset()
-    try:
-        ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is not a JSON object: {error}.") from error
-    return frozenset(id for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int)

@@ -53,7 +53,7 @@ def assemble(
     writer = CheckpointWriter(
         conversion.target,
         tensors=announced,
-        config=converted_config(source.config, architecture.converted),
+        config=converted_config(conversion.source.config, architecture.converted),
         tokenizer=source.location if source.location.is_dir() else None,
     )
     with writer:

@@ -10,15 +10,10 @@ mismatch in one message.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import io
 import logging
 import os
-import re
 import sys
-import traceback
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -26,12 +21,8 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config import set_experimental_flag
-from megatron.core.msc_utils import MultiStorageClientFeature
-from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
-from megatron.training import global_vars
-from megatron.training.argument_utils import ArgumentGroupFactory, core_transformer_config_from_args
-from megatron.training.arguments import add_megatron_arguments, validate_args
+from megatron.training.argument_utils import ArgumentGroupFactory
+from megatron.training.arguments import add_megatron_arguments
 
 from megatron_ext.data.config import DEMONSTRATIONS, DataConfig
 from megatron_ext.environments.arithmetic_tasks import TOKENIZER
@@ -50,13 +41,13 @@ from megatron_ext.rl.presets import overridden, preset_defaults
 from megatron_ext.rollout.config import RolloutConfig
 from megatron_ext.upstream.command_line import CommandLine, GivenFlag
 from megatron_ext.upstream.config import CheckpointConfig, LatentConfig
-from megatron_ext.upstream.hf_flags import checkpoint_values
+from megatron_ext.upstream.hf_source import checked_values, described
 from megatron_ext.upstream.machine import Machine, machine_defaults, this_machine
-from megatron_ext.upstream.validation import problems
+from megatron_ext.upstream.megatron_checks import megatron_problems
+from megatron_ext.upstream.validation import problems, required
 from megatron_ext.upstream.validation_ranges import check_ranges
 from megatron_ext.upstream.validation_support import idle_flags
 from megatron_ext.upstream.validation_training import BYTE_VOCABULARY
-from megatron_ext.weights.checks import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -79,18 +70,6 @@ SAVE_INTERVAL_MINUTES = 10.0
 """What a killed run loses at most where no --save-interval was chosen."""
 RANGES = MEGATRON_RANGES | {n: r for c in CONFIGS.values() for n, r in ranges_of(c).items()}
 """What every number may be, Megatron's and ours, by the name of the parsed value."""
-_MEGATRON_REFUSES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    SystemExit,  # of --checkpoint-activations, with status 0
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +122,7 @@ def build_parser(machine: Machine | None = None) -> CommandLine:
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
-    """Parse and check a command line; Megatron's globals are set to it.
-
-    On any mismatch prints all of them in one message and exits with status 2, as argparse does.
-    """
+    """`read_options`; prints all mismatches in one message and exits with status 2."""
     try:
         return read_options(sys.argv[1:] if argv is None else argv)
     except BadOptions as error:
@@ -154,7 +130,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 
 def read_options(words: Sequence[str]) -> Options:
-    """`parse` for a program with a command line of its own.
+    """Parse and check a command line; Megatron's globals are set to it.
 
     Raises:
         BadOptions: every mismatch, a sentence each.
@@ -175,9 +151,11 @@ def read_options(words: Sequence[str]) -> Options:
     of_checkpoint = _take_from_checkpoint(args, given)
     configs, wrong = check(args, given=given, machine=this_machine())
     wrong += of_checkpoint + unknown
+    if of_checkpoint and not args.hf_model:  # what is missing follows from it
+        wrong = [problem for problem in wrong if problem not in required(args)]
     if not wrong:
         _fill_in(args)
-        wrong += _megatron_problems(args, parser)
+        wrong += megatron_problems(args, parser)
     if wrong:
         raise BadOptions(wrong)
     idle = idle_flags(given)
@@ -209,18 +187,27 @@ def _take_from_preset(args: argparse.Namespace, given: Any) -> None:
 
 
 def _take_from_checkpoint(args: argparse.Namespace, given: Any) -> list[str]:
-    """Set the architecture flags that --hf-model fixes; what speaks against it, as sentences."""
-    if not (args.hf_model and Path(args.hf_model).exists()):  # `problems` says what is missing
+    """Set the flags that --hf-model or --load fixes; what speaks against it, as sentences."""
+    if args.hf_model and not Path(args.hf_model).exists():  # `problems` says what is missing
         return []
     try:
-        checkpoint = open_checkpoint(Path(args.hf_model), drop_mtp=args.drop_mtp_layers)
-        values = checkpoint_values(args, given, architecture=checkpoint.architecture)
+        found = described(args)
+        values = checked_values(args, given, found)
     except ValueError as error:
         text = str(error)
-        return [f"--hf-model {text}" if text.startswith(args.hf_model) else text]
+        is_bare = args.hf_model and text.startswith(args.hf_model)
+        return [f"--hf-model {text}" if is_bare else text]
     for name, value in values.items():
         setattr(args, name, value)
+    for checkpoint in found if args.rank == 0 else ():
+        for note in checkpoint.notes:
+            _say_once(f"{checkpoint.flag}: {note}")
     return []
+
+
+@cache
+def _say_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def _configs(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -259,44 +246,3 @@ def _is_arithmetic(args: argparse.Namespace) -> bool:
     """Whether the run's tokens are those of the built-in tasks."""
     data = args.train_data if args.algorithm == "sft" else args.tasks
     return data in ("arithmetic", DEMONSTRATIONS)
-
-
-def _megatron_problems(args: argparse.Namespace, parser: CommandLine) -> list[str]:
-    """Megatron's own checks and derived values, its globals set; what it refuses as a sentence.
-
-    Its 800-line print-out goes to the debug log.
-    """
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            MultiStorageClientFeature.disable()
-            validate_args(args)
-            core_transformer_config_from_args(args)
-            _set_globals(args)
-    except _MEGATRON_REFUSES as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        reason = " ".join(str(error).split()) or f"it requires {where.line}"
-        known = {action.dest: action.option_strings[0] for action in parser._actions}
-        named = re.sub(r"\b[a-z0-9]+(_[a-z0-9]+)+\b", lambda m: known.get(m[0], m[0]), reason)
-        return [f"Megatron refuses these options: {named} ({type(error).__name__})."]
-    logger.debug("%s", printed.getvalue())
-    return []
-
-
-def _set_globals(args: argparse.Namespace) -> None:
-    """Those of Megatron's globals that its model, optimizer and checkpoints look up.
-
-    Not its own TensorBoard and wandb writers: a run has one record, the report's.
-    """
-    global_vars.unset_global_variables()
-    global_vars.set_args(args)
-    init_num_microbatches_calculator(
-        rank=args.rank,
-        global_batch_size=args.global_batch_size,
-        micro_batch_size=args.micro_batch_size,
-        data_parallel_size=args.data_parallel_size * args.gtp_weight_remat_size,
-        decrease_batch_size_if_needed=False,
-    )
-    global_vars._set_timers(args)
-    set_experimental_flag(args.enable_experimental)

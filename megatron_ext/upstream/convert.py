@@ -1,74 +1,49 @@
-"""Whole checkpoints between Hugging Face's layout (or GGUF) and Megatron's ``torch_dist``.
+"""Whole checkpoints from Hugging Face's layout or GGUF to Megatron's ``torch_dist``.
 
 One parameter is held at a time and no model is built.  The output is written beside its name and
 moved there at the end, so an interrupted run leaves nothing that looks complete.
-Invariant the tests check: to Megatron and back is the identity, bit for bit, config.json included;
-Megatron loads the output on any layout.  Not covered: optimizer states, random states.
+Invariant the tests check: to Megatron and back (`convert_hf`) is the identity, bit for bit,
+config.json included; Megatron loads the output on any layout.  Not covered: optimizer states,
+random states.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from megatron_ext.options.ranges import BadOptions
 from megatron_ext.upstream import checkpoint_folder as folders
-from megatron_ext.upstream.arguments import parse
-from megatron_ext.upstream.checkpoint_fit import model_differences
-from megatron_ext.upstream.checkpoint_reading import common_of
-from megatron_ext.upstream.checkpoint_shared import problems_alone
-from megatron_ext.upstream.checkpoint_source import newest_intact, older
-from megatron_ext.upstream.convert_target import check_target, in_place, keep_small_files
+from megatron_ext.upstream.arguments import read_options
+from megatron_ext.upstream.convert_hf import wanted_dtype
+from megatron_ext.upstream.convert_target import (
+    HF_FOLDER,
+    Conversion,
+    Progress,
+    check_target,
+    in_place,
+    keep_small_files,
+)
 from megatron_ext.upstream.hf_config import megatron_arguments
-from megatron_ext.upstream.hf_describe import describe
 from megatron_ext.upstream.torch_dist import (
     Implementation,
-    Place,
-    TorchDistReader,
     TorchDistWriter,
     place_of,
-    places_of,
 )
 from megatron_ext.weights.architecture import Architecture
-from megatron_ext.weights.checks import Checkpoint, FiniteReader, not_finite, open_checkpoint
-from megatron_ext.weights.families import architecture_of, parameters
+from megatron_ext.weights.checks import Checkpoint, FiniteReader, open_checkpoint
+from megatron_ext.weights.families import parameters
 from megatron_ext.weights.operators import WHOLE, fill
-from megatron_ext.weights.sources import CONFIG, CheckpointError, TensorInfo, listed, read_json
-from megatron_ext.weights.stream import checkpoint_tensors
+from megatron_ext.weights.sources import CheckpointError, TensorInfo
 from megatron_ext.weights.table import Parameter
-from megatron_ext.weights.writer import CheckpointWriter
 
-HF_FOLDER = "hf"
-"""Beside the weights of a converted checkpoint: its config.json and tokenizer, for the way back."""
 RECORDED_LENGTH = 4096
 """--seq-length recorded in a converted checkpoint, if the model can be that long."""
 OF_ONE_RANK = ("rank", "local_rank")
 """Arguments that are not the checkpoint's."""
-Progress = Callable[[int], object]
-"""Called with the bytes of each parameter that is written."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """What will be written, and how; nothing is before ``run``."""
-
-    tensors: Mapping[str, TensorInfo]
-    """Of the output, in the order they are written."""
-    run: Callable[[Progress], None]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all values."""
-        return sum(info.num_bytes for info in self.tensors.values())
-
-
-def is_hf(path: Path) -> bool:
-    """Whether a path is a Hugging Face directory or a file of weights."""
-    return path.suffix in (".gguf", ".safetensors") or (path / CONFIG).is_file()
 
 
 def to_megatron(
@@ -120,107 +95,6 @@ def to_megatron(
     return conversion
 
 
-def to_hf(
-    source: Path,
-    target: Path,
-    *,
-    step: int | None = None,
-    like: Path | None = None,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int = 5 * 10**9,
-) -> Conversion:
-    """From a ``torch_dist`` checkpoint of any layout to a Hugging Face directory.
-
-    step: of the checkpoint; None = the one to load.
-    like: directory of the config.json and tokenizer; None = what `to_megatron` has kept, else a
-        config.json made from the checkpoint's arguments.
-
-    Raises:
-        ValueError: the source or ``like`` cannot be used, or the target exists; all reasons.
-    """
-    folder = _folder_of(source, step=step)
-    saved_args = common_of(folder).get("args")
-    kept = folder.parent / HF_FOLDER
-    like = like or (kept if (kept / CONFIG).is_file() else None)
-    if saved_args is None and like is None:
-        raise ValueError(f"{folder} has no arguments beside its tensors. Give --like.")
-    config = _read_config(like) if like else describe(saved_args or Namespace())
-    architecture = architecture_of(config)
-    expected = Namespace(**megatron_arguments(architecture, max_length=0))
-    reader = TorchDistReader(folder)
-    found, problems = _find(reader, architecture)
-    problems += model_differences(expected, saved_args or Namespace())
-    if problems:
-        raise CheckpointError(f"{folder} with the config.json of {like or 'its flags'}", problems)
-    tensors = {
-        name: TensorInfo(
-            shape=shape,
-            dtype=torch.float32
-            if parameter.is_bits
-            else _wanted(parameter, dtype) or reader.info(place)[1],  # type: ignore[index]  # `_find` has seen it
-        )
-        for parameter, place in found
-        for name, shape in parameter.operator.tensors().items()
-    }
-    writer = CheckpointWriter(
-        target, tensors=tensors, config=config, tokenizer=like, max_file_bytes=max_file_bytes
-    )
-
-    def run(progress: Progress) -> None:
-        bad = []
-        with writer:
-            for parameter, place in found:
-                values = reader.read(place)
-                for name, part in checkpoint_tensors(parameter, values).items():
-                    writer.add(name, part)
-                    if not torch.isfinite(part).all():
-                        bad.append(name)
-                progress(sum(tensors[name].num_bytes for name in parameter.operator.tensors()))
-            if bad:
-                raise CheckpointError(folder, not_finite(bad))
-
-    return Conversion(tensors=tensors, run=run)
-
-
-def _folder_of(source: Path, *, step: int | None) -> Path:
-    """The checkpoint to convert: the one named, or the newest intact one."""
-    is_named = folders.is_complete(source) or step is not None
-    folder = source if folders.is_complete(source) else folders.newest(source, step=step)
-    if folder is None:
-        broken = "; ".join(folders.incomplete(source))
-        raise ValueError(
-            f"{source} is no checkpoint: neither a Hugging Face directory (config.json) or GGUF "
-            f"file nor a complete torch_dist checkpoint{f' ({broken})' if broken else ''}. Check "
-            "the path."
-        )
-    before = [] if is_named else older(folder)
-    return newest_intact(folder, older=before, problems_in=problems_alone, is_told=True)
-
-
-def _find(
-    reader: TorchDistReader, architecture: Architecture
-) -> tuple[list[tuple[Parameter, Place]], list[str]]:
-    """Every parameter and its place; those that are missing or misshapen, as sentences."""
-    embedding = reader.info(Place(key="embedding.word_embeddings.weight"))
-    padded = embedding[0][0] if embedding else 0
-    found, missing, misshapen = [], [], []
-    for parameter in parameters(architecture, padded_vocab_size=padded):
-        if parameter.is_copy:
-            continue
-        places = [p for p in places_of(parameter, architecture) if reader.info(p) is not None]
-        if not places:
-            missing.append(parameter.name)
-            continue
-        shape, _ = reader.info(places[0]) or ((), None)
-        whole = parameter.operator.local_shape(WHOLE)
-        if shape != whole:
-            misshapen.append(f"{parameter.name} is {list(shape)}, not {list(whole)}")
-        found.append((parameter, places[0]))
-    problems = listed(missing, "missing in the checkpoint. Use the config.json that belongs to it")
-    problems += listed(misshapen, "other shapes than config.json says. Use the one that belongs")
-    return found, problems
-
-
 def _write_megatron(
     checkpoint: Checkpoint,
     target: Path,
@@ -249,7 +123,7 @@ def _write_megatron(
         finally:
             writer.close()
             checkpoint.source.close()
-        keep_small_files(checkpoint.source, partial / HF_FOLDER)
+        keep_small_files(checkpoint.source.location, partial / HF_FOLDER, config=checkpoint.config)
         (partial / folders.TRACKER).write_text(folders.RELEASE, encoding="utf-8")
 
 
@@ -263,21 +137,13 @@ def _arguments(
     words += " --tokenizer-type NullTokenizer"
     kind = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, [])
     mtp = ["--drop-mtp-layers"] if drop_mtp else []
-    args = parse([*words.split(), *kind, *mtp, "--hf-model", str(source)]).megatron
+    try:
+        args = read_options([*words.split(), *kind, *mtp, "--hf-model", str(source)]).megatron
+    except BadOptions as refused:
+        problems = [f"Megatron, in the words of its flags: {text}" for text in refused.problems]
+        raise CheckpointError(source, problems) from refused
     saved = {name: value for name, value in vars(args).items() if name not in OF_ONE_RANK}
     return Namespace(**saved | {"hf_model": "", "consumed_train_samples": 0})
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    problems: list[str] = []
-    config = read_json(folder / CONFIG, problems)
-    if problems:
-        raise CheckpointError(folder, problems)
-    return config
-
-
-def _wanted(parameter: Parameter, dtype: torch.dtype | None) -> torch.dtype | None:
-    return torch.float32 if dtype and parameter.is_float32 else dtype
 
 
 def _dtype_of(
@@ -288,7 +154,7 @@ def _dtype_of(
         return torch.int32
     kinds = [tensors[name].dtype for name in parameter.operator.tensors()]
     widest = max((k for k in kinds if isinstance(k, torch.dtype)), key=lambda k: k.itemsize)
-    return _wanted(parameter, wanted) or widest
+    return wanted_dtype(parameter, wanted) or widest
 
 
 def _main_dtype(tensors: Mapping[str, TensorInfo]) -> torch.dtype:

@@ -1,18 +1,51 @@
-"""Where a converted checkpoint goes: a folder that is complete or absent."""
+"""A conversion, and where its output goes: a folder that is complete or absent."""
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megatron_ext.data.hugging_face import load_tokenizer
 from megatron_ext.upstream import checkpoint_folder as folders
-from megatron_ext.weights.sources import CONFIG, TensorSource
+from megatron_ext.weights.sources import TensorInfo
+from megatron_ext.weights.stop_ids import GENERATION_CONFIG, stop_ids_of
+from megatron_ext.weights.weight_files import CONFIG
 from megatron_ext.weights.writer import TOKENIZER_FILES
+
+logger = logging.getLogger(__name__)
+
+HF_FOLDER = "hf"
+"""Beside the weights of a converted checkpoint: its config.json and tokenizer, for the way back."""
+Progress = Callable[[int], object]
+"""Called with the bytes of each parameter that is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What will be written, and how; nothing is before ``run``."""
+
+    tensors: Mapping[str, TensorInfo]
+    """Of the output, in the order they are written."""
+    run: Callable[[Progress], None]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all values."""
+        return sum(info.num_bytes for info in self.tensors.values())
+
+
+def is_hf(path: Path) -> bool:
+    """Whether a path is a Hugging Face directory or a file of weights."""
+    return path.suffix in (".gguf", ".safetensors") or (path / CONFIG).is_file()
 
 
 @contextmanager
@@ -51,11 +84,32 @@ def check_target(target: Path, *, num_bytes: int) -> None:
         )
 
 
-def keep_small_files(source: TensorSource, folder: Path) -> None:
-    """Write the source's config.json and tokenizer files, if it has them, to a new folder."""
+def keep_small_files(source: Path, folder: Path, *, config: Mapping[str, Any]) -> None:
+    """Write a config.json, and a source folder's tokenizer files, to a new folder."""
     folder.mkdir()
-    text = json.dumps(dict(source.config), indent=2) + "\n"
+    text = json.dumps(dict(config), indent=2) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
-    for name in TOKENIZER_FILES if source.location.is_dir() else ():
-        if (source.location / name).is_file():
-            shutil.copyfile(source.location / name, folder / name)
+    for name in TOKENIZER_FILES if source.is_dir() else ():
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+@contextmanager
+def small_files(source: Path) -> Iterator[Path]:
+    """A folder with the tokenizer's files of a source; a GGUF file's are made from it.
+
+    A GGUF file without a tokenizer that transformers can read gives none, with a warning.
+    """
+    if source.suffix != ".gguf":
+        yield source if source.is_dir() else source.parent
+        return
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        try:
+            load_tokenizer(source).save_pretrained(folder)
+        except ValueError as error:
+            logger.warning("no tokenizer is written: %s", error)
+        if ids := sorted(stop_ids_of(source)):
+            text = json.dumps({"eos_token_id": ids}, indent=2) + "\n"
+            (folder / GENERATION_CONFIG).write_text(text, encoding="utf-8")
+        yield folder

@@ -33,6 +33,7 @@ from megatron_ext.packing.types import Microbatch
 from megatron_ext.upstream.arguments import Options, build_parser, read_options
 from megatron_ext.upstream.checkpoint_source import intact_source
 from megatron_ext.upstream.checkpoint_tensors import load_weights
+from megatron_ext.upstream.hf_source import tokenizer_folder
 from megatron_ext.upstream.hf_weights import filler
 from megatron_ext.upstream.layout import Layout, open_layout
 from megatron_ext.upstream.microbatches import replica_of, to_device
@@ -67,7 +68,7 @@ def parse_for_evaluation(
 ) -> Options:
     """The options of a command line that may leave out what only training needs.
 
-    Without --tokenizer-type, an --hf-model brings its own tokenizer.
+    Without --tokenizer-type, an --hf-model or a converted checkpoint brings its own tokenizer.
     length_flag: what the sequence length is called where the words come from.
 
     Raises:
@@ -83,10 +84,11 @@ def parse_for_evaluation(
     if "global_batch_size" not in given:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         extra += ["--global-batch-size", str(world_size * (read.micro_batch_size or 1))]
-    if "tokenizer_type" not in given and read.hf_model and Path(read.hf_model).exists():
+    tokenizer = tokenizer_folder(read)
+    if "tokenizer_type" not in given and tokenizer is not None:
         extra += ["--tokenizer-type", "HuggingFaceTokenizer"]
         if "tokenizer_model" not in given:
-            extra += ["--tokenizer-model", read.hf_model]
+            extra += ["--tokenizer-model", tokenizer]
     try:
         return read_options([*words, *extra])
     except BadOptions as error:

@@ -6,7 +6,6 @@ Replicas share out what is to be sampled; what comes out does not depend on how 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -19,10 +18,10 @@ from megatron_ext.rollout.engine import RolloutEngine
 from megatron_ext.rollout.types import Completion, Request
 from megatron_ext.upstream.arguments import Options, build_parser
 from megatron_ext.upstream.evaluate import fill_model, parse_for_evaluation
+from megatron_ext.upstream.hf_source import described, stop_ids_of_record
 from megatron_ext.upstream.layout import Layout, open_layout
 from megatron_ext.upstream.model import build_chunks
 from megatron_ext.upstream.rollout import MegatronDecoder
-from megatron_ext.weights.checks import open_checkpoint
 
 USUAL_CONTEXT = 2048
 """Tokens of a sequence, unless told or the checkpoint has fewer positions."""
@@ -47,13 +46,14 @@ def parse_for_sampling(words: Sequence[str], *, max_context: int | None = None) 
 def usual_context(words: Sequence[str], *, at_most: int = USUAL_CONTEXT) -> int:
     """The longest sequence of a command line's checkpoint, up to a limit."""
     parsed = build_parser().read(words)[0]
-    if not parsed.hf_model:
-        return min(at_most, parsed.max_position_embeddings or at_most)
     try:
-        architecture = open_checkpoint(Path(parsed.hf_model), drop_mtp=True).architecture
+        found = [checkpoint.architecture for checkpoint in described(parsed)]
     except ValueError:
-        return at_most  # `parse` says what is wrong, with all the rest
-    return min(at_most, architecture.max_positions, architecture.sliding_window or at_most)
+        return at_most  # `read_options` says what is wrong, with all the rest
+    if not found:
+        return min(at_most, parsed.max_position_embeddings or at_most)
+    longest = [min(a.max_positions, a.sliding_window or a.max_positions) for a in found]
+    return min(at_most, *longest)
 
 
 def open_codec(options: Options) -> ModelCodec:
@@ -63,6 +63,7 @@ def open_codec(options: Options) -> ModelCodec:
         kind=args.tokenizer_type,
         model=args.tokenizer_model,
         checkpoint=args.hf_model,
+        more_stop_ids=stop_ids_of_record(args),
         chat_template=args.chat_template,
         prompts_as_messages=options.environments.tasks_as_chat,
     )

@@ -27,8 +27,8 @@ from megatron_ext.weights.architecture import Architecture
 from megatron_ext.weights.checks import Checkpoint, FiniteReader, open_checkpoint
 from megatron_ext.weights.families import parameters
 from megatron_ext.weights.operators import WHOLE, Operator, Shape, Shard, fill
-from megatron_ext.weights.sources import listed
 from megatron_ext.weights.table import Parameter
+from megatron_ext.weights.weight_files import listed
 
 Progress = Callable[[str, int], None]
 """Called with the name and bytes of each parameter that is done."""

@@ -23,7 +23,7 @@ from megatron_ext.mla.problems import conversion_notices, conversion_problems
 from megatron_ext.mla.sizes import converted_cache, original_cache
 from megatron_ext.options.ranges import in_range
 from megatron_ext.upstream.command_line import HelpFormatter, JobParser
-from megatron_ext.upstream.convert import is_hf
+from megatron_ext.upstream.convert_target import is_hf
 from megatron_ext.upstream.cuda_on_cpu import resident_peak_bytes
 from megatron_ext.upstream.layout import close_layout
 from megatron_ext.upstream.mla_convert import convert_to_mla

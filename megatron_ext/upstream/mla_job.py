@@ -12,7 +12,8 @@ import torch
 
 from megatron_ext.mla.checkpoint import CheckpointConversion
 from megatron_ext.mla.config import MLAConfig
-from megatron_ext.upstream.convert import is_hf, to_hf
+from megatron_ext.upstream.convert_hf import to_hf
+from megatron_ext.upstream.convert_target import is_hf
 
 _SOURCE = "source"
 _LOOK_AGAIN_SECONDS = 0.5

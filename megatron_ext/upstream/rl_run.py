@@ -28,6 +28,7 @@ from megatron_ext.rollout.types import SamplingParams
 from megatron_ext.upstream.arguments import Options
 from megatron_ext.upstream.checkpoint import Progress
 from megatron_ext.upstream.checkpoint_tensors import on_writer
+from megatron_ext.upstream.hf_source import stop_ids_of_record
 from megatron_ext.upstream.layout import Layout
 from megatron_ext.upstream.learner import MegatronLearner
 from megatron_ext.upstream.microbatches import replica_of
@@ -59,6 +60,7 @@ def _codec(options: Options) -> ModelCodec | None:
         kind=args.tokenizer_type,
         model=args.tokenizer_model,
         checkpoint=args.hf_model or None,
+        more_stop_ids=stop_ids_of_record(args),
         chat_template=args.chat_template,
         prompts_as_messages=options.environments.tasks_as_chat,
     )

@@ -42,7 +42,7 @@ def problems(
     args: with numbers that are all in range (`validation_ranges`).
     configs: of our rooms, by name; one that could not be made for its own problems is left out.
     """
-    found = [*_required(args), *support_problems(args, given, machine=machine)]
+    found = [*required(args), *support_problems(args, given, machine=machine)]
     found += layout_problems(args) + training_problems(args)
     found += path_problems({flag_of(name): getattr(args, name) for name in _PATHS})
     if "data" in configs:
@@ -64,8 +64,8 @@ def problems(
     return found
 
 
-def _required(args: Namespace) -> list[str]:
-    # What --hf-model sets is missing only if that has been refused.
+def required(args: Namespace) -> list[str]:
+    """The sizes that nothing has given; those of --hf-model are missing only if it was refused."""
     names = [name for name in _REQUIRED if not (args.hf_model and name in _OF_MODEL)]
     missing = [flag_of(name) for name in names if getattr(args, name) is None]
     if args.tokenizer_type is not None and args.vocab_size is None and not args.hf_model:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_ext.weights.architecture import Architecture
-from megatron_ext.weights.families import FAMILIES, architecture_of, parameters
+from megatron_ext.weights.families import FAMILIES, architecture_of, parameters, read_config
 from megatron_ext.weights.gguf_source import GgufSource
 from megatron_ext.weights.operators import Block, Shape
 from megatron_ext.weights.sources import (
@@ -19,8 +20,10 @@ from megatron_ext.weights.sources import (
     SafetensorsSource,
     TensorInfo,
     TensorSource,
-    listed,
+    blocks_of,
 )
+from megatron_ext.weights.stored_names import EMBEDDING, OUTPUT, saved_otherwise
+from megatron_ext.weights.weight_files import listed
 
 MAX_MISSING = 1000
 """Missing tensors after which the comparison stops: the sizes in config.json are wrong then."""
@@ -34,7 +37,11 @@ class Checkpoint:
     """An opened checkpoint whose tensors are those of its architecture."""
 
     source: TensorSource
+    config: Mapping[str, Any]
+    """The fields of its config.json, corrected where the tensors say otherwise."""
     architecture: Architecture
+    notes: tuple[str, ...]
+    """What a user should know: corrections, and tensors that are not used."""
 
 
 def open_source(path: Path) -> TensorSource:
@@ -56,13 +63,41 @@ def open_checkpoint(path: Path, *, drop_mtp: bool = False) -> Checkpoint:
     """
     source = open_source(path)
     try:
-        architecture = architecture_of(source.config)
+        architecture, unused = read_config(source.config)
     except ValueError as error:
         raise CheckpointError(path, [str(error)]) from error
+    config, notes = source.config, list(source.notes)
+    notes += listed(unused, f"fields of config.json that a {architecture.family} has not; not used")
+    if architecture.tied and OUTPUT in source.tensors and not _is_output_the_embedding(source):
+        config = {**config, "tie_word_embeddings": False}
+        architecture = replace(architecture, tied=False)
+        notes.append(
+            f"config.json says tie_word_embeddings, but {OUTPUT} is not {EMBEDDING}: both are "
+            "used, as transformers does. Write tie_word_embeddings false into config.json."
+        )
     problems = tensor_problems(source.tensors, architecture, drop_mtp=drop_mtp)
     if problems:
         raise CheckpointError(path, problems)
-    return Checkpoint(source=source, architecture=architecture)
+    dropped = sorted(_mtp_tensors(source.tensors, architecture))
+    notes += listed(dropped, "left out (--drop-mtp-layers)")
+    return Checkpoint(source=source, config=config, architecture=architecture, notes=tuple(notes))
+
+
+def _is_output_the_embedding(source: TensorSource) -> bool:
+    """Whether the output layer's own tensor has the embedding's values."""
+    output, embedding = source.tensors[OUTPUT], source.tensors.get(EMBEDDING)
+    if embedding is None or isinstance(output.dtype, str) or isinstance(embedding.dtype, str):
+        return True  # the checks of all tensors say what is wrong
+    if output.shape != embedding.shape:
+        return False
+
+    def values(block: Block) -> Tensor:
+        return source.read(block).to(torch.float64, copy=True)  # reads are valid until the next
+
+    return all(
+        torch.equal(values(block), values(replace(block, name=EMBEDDING)))
+        for block in blocks_of(OUTPUT, output)
+    )
 
 
 def tensor_shapes(architecture: Architecture) -> Iterator[tuple[str, Shape]]:
@@ -93,6 +128,7 @@ def tensor_problems(
     if len(missing) < MAX_MISSING:
         problems += _extra_problems(sorted(extra), architecture)
     problems += listed(typed, "types that are not plain numbers. Dequantise the checkpoint first")
+    problems += saved_otherwise(missing, extra)
     other = None if architecture.converted else _other_family(tensors, architecture)
     if problems and other:
         problems.append(
@@ -106,7 +142,7 @@ def _ignored(extra: set[str], architecture: Architecture, *, drop_mtp: bool) -> 
     """Tensors that may be there without a use."""
     found = {name for name in extra if _HARMLESS.fullmatch(name)}
     if architecture.tied:
-        found |= extra & {"lm_head.weight"}
+        found |= extra & {OUTPUT}
     return found | (_mtp_tensors(extra, architecture) if drop_mtp else set())
 
 

@@ -124,6 +124,7 @@ def deepseek_v2(fields: Fields) -> Architecture:
     """
     fields.choice("scoring_func", ("softmax",), default="softmax")
     method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), default="greedy")
+    groups = _groups(fields)
     if fields.flag("norm_topk_prob", default=False):
         fields.problem(
             "norm_topk_prob true: transformers and DeepSeek's own code disagree about it. Set it "
@@ -144,7 +145,7 @@ def deepseek_v2(fields: Fields) -> Architecture:
             sparse_layers=_after_first(fields, default=0),
             is_normalised=False,
             scale=fields.number("routed_scaling_factor", default=1.0),
-            groups=_groups(fields) if method == "group_limited_greedy" else None,
+            groups=groups if method == "group_limited_greedy" else None,
             shared_ffn_size=_shared_size(fields, num_experts=2, ffn_size=1407),
         ),
     )
@@ -193,13 +194,19 @@ def _decoder(
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     if latent is None:
-        if fields.config.get("num_key_value_heads", 0) is None:
+        if "num_key_value_heads" in fields.config and fields.get("num_key_value_heads") is None:
             num_groups = num_heads
         num_groups = fields.integer("num_key_value_heads", default=num_groups or num_heads)
         head_size = fields.integer("head_dim", default=head_size or hidden_size // num_heads)
         rotated = head_size
     else:
-        num_groups, head_size, rotated = num_heads, latent.value_size, latent.rotary_size
+        num_groups = fields.integer("num_key_value_heads", default=num_heads)
+        head_size, rotated = latent.value_size, latent.rotary_size
+        if num_groups != num_heads:
+            fields.problem(
+                f"num_key_value_heads {num_groups}: latent attention has as many as "
+                f"num_attention_heads, {num_heads}."
+            )
     if num_groups and num_heads % num_groups:
         fields.problem(
             f"num_attention_heads {num_heads} is not a multiple of "
@@ -208,6 +215,7 @@ def _decoder(
     if rotated % 2:
         fields.problem(f"head size {rotated} is odd: rotary positions need pairs.")
     fields.refuse_quantised()
+    traits.setdefault("sliding_window", fields.optional_integer("sliding_window", default=0))
     return Architecture(
         family=fields.text("model_type"),
         num_layers=_num_layers(fields),
@@ -224,7 +232,7 @@ def _decoder(
         rope=rope(
             fields, theta=rope_theta, max_positions=max_positions, is_interleaved=latent is not None
         ),
-        attention_dropout=fields.number("attention_dropout", default=0.0, minimum=0.0),
+        attention_dropout=fields.share("attention_dropout", default=0.0),
         latent=latent,
         **traits,
     )
@@ -237,14 +245,14 @@ def _num_layers(fields: Fields) -> int:
 def _qwen_window(fields: Fields, *, all_layers: bool = False) -> int:
     """The window, if it is switched on and a layer uses it."""
     window = fields.optional_integer("sliding_window", default=4096)
+    kinds = fields.texts("layer_types", default=())
+    first = fields.integer("max_window_layers", default=28, minimum=0)
     if not fields.flag("use_sliding_window", default=False):
         return 0
-    kinds = fields.texts("layer_types", default=())
     if all_layers:
         return window
     if kinds:
         return window if "sliding_attention" in kinds else 0
-    first = fields.integer("max_window_layers", default=28, minimum=0)
     return window if first < _num_layers(fields) else 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_ext.weights import config_json
 from megatron_ext.weights.architecture import Architecture
+from megatron_ext.weights.config_fields import check_others
 from megatron_ext.weights.converted_json import BASE, CONVERTED, read_converted
 from megatron_ext.weights.fields import Fields
 from megatron_ext.weights.layers import (
@@ -95,7 +96,12 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a config.json describes.
+    """The architecture that a config.json describes; ValueError as of `read_config`."""
+    return read_config(config)[0]
+
+
+def read_config(config: Mapping[str, Any]) -> tuple[Architecture, list[str]]:
+    """The architecture that a config.json describes, and the names of fields that are not used.
 
     Raises:
         ValueError: its family has no table, or fields are missing, wrong or contradictory; all of
@@ -115,9 +121,10 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     architecture = FAMILIES[model_type].read(fields)
     if is_converted:
         architecture = replace(architecture, converted=read_converted(fields, architecture))
+    unused = check_others(fields, is_latent=architecture.latent is not None)
     if fields.problems:
         raise ValueError("\n  ".join([f"config.json ({model_type}):", *fields.problems]))
-    return architecture
+    return architecture, unused
 
 
 def parameters(architecture: Architecture, *, padded_vocab_size: int = 0) -> Iterator[Parameter]:

@@ -18,13 +18,21 @@ class Fields:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.problems: list[str] = []
+        self.read: set[str] = set()
+        """Names that a reader has asked for."""
 
     def problem(self, text: str) -> None:
         """Note a problem, once."""
         if text not in self.problems:
             self.problems.append(text)
 
+    def get(self, name: str) -> Any:
+        """A field as it is; None if it is not there."""
+        self.read.add(name)
+        return self.config.get(name)
+
     def _value(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
+        self.read.update(names)
         for name in names:
             if self.config.get(name) is not None:
                 return name, self.config[name]
@@ -46,9 +54,18 @@ class Fields:
 
     def optional_integer(self, name: str, *, default: int) -> int:
         """An integer of at least 0; null means 0, absence the default."""
+        self.read.add(name)
         if name in self.config and self.config[name] is None:
             return 0
         return self.integer(name, default=default, minimum=0)
+
+    def share(self, name: str, *, default: float) -> float:
+        """A number from 0 to 1, 1 not among them."""
+        value = self.number(name, default=default, minimum=0.0)
+        if value >= 1.0:
+            self.problem(f"{name} is {value:g}, not a number from 0 to 1.")
+            return default
+        return value
 
     def number(self, name: str, *, default: Any = REQUIRED, minimum: float = 1e-30) -> float:
         """A finite number of at least the minimum."""
@@ -100,7 +117,7 @@ class Fields:
 
     def refuse_quantised(self) -> None:
         """Quantised weights need their own arithmetic; the mapping moves plain numbers."""
-        quantisation = self.config.get("quantization_config")
+        quantisation = self.get("quantization_config")
         if quantisation:
             method = (
                 quantisation.get("quant_method", "?")

@@ -2,15 +2,15 @@
 
 llama.cpp stores query and key rows so that neighbours form a rotated pair; they are put back into
 Hugging Face's order, where halves do, as transformers does.  The file's metadata stands for a
-config.json.  Not covered: other architectures, mixtures of experts.
+config.json (`gguf_config`).  A file that llama-gguf-split has divided is read with all its parts.
+Not covered: other architectures, mixtures of experts.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from torch import Tensor
 
+from megatron_ext.weights.gguf_config import ROPE_FACTORS, config_of, end_ids, llama3_scaling
 from megatron_ext.weights.operators import Block
 from megatron_ext.weights.sources import REMAP_BYTES, CheckpointError, TensorInfo
+from megatron_ext.weights.weight_files import listed
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -41,10 +43,27 @@ _INSIDE = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_SPECIAL = ("bos", "eos", "padding")
-_ROPE_FACTORS = "rope_freqs.weight"
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_WANTED = (
+    "general.architecture",
+    "general.type",
+    "llama.",
+    "split.",
+    "tokenizer.ggml.tokens",
+    *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding")),
+)
 _UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError)
 """What the gguf package raises for a file that is none, or a damaged one."""
+
+
+def gguf_end_ids(path: Path) -> list[int]:
+    """The tokens that end a response, of a model's file or first part.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    first = _all_parts(path)[0]
+    return end_ids(read_metadata(_opened(first), path=first))
 
 
 class GgufSource:
@@ -55,23 +74,21 @@ class GgufSource:
     """
 
     def __init__(self, path: Path) -> None:
-        self.location = path
         self._bytes_read = 0
-        if not path.is_file():
-            raise CheckpointError(path, ["there is no such file. Check the path."])
-        try:
-            reader = GGUFReader(path)
-            self._mapped: Any = reader.data
-            metadata = _metadata(reader)
-            self._parts = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
-        except _UNREADABLE as error:
-            problem = f"no readable GGUF file ({error}). Download it again."
-            raise CheckpointError(path, [problem]) from error
-        problems: list[str] = []
-        factors = self._parts.pop(_ROPE_FACTORS, None)
-        self.config = _config(metadata, problems, is_tied="lm_head.weight" not in self._parts)
+        self.notes: Sequence[str] = ()
+        paths = _all_parts(path)
+        self.location = paths[0]
+        readers = [_opened(part) for part in paths]
+        self._mapped: list[Any] = [reader.data for reader in readers]
+        metadata = read_metadata(readers[0], path=paths[0])
+        problems = _part_problems(readers, paths, metadata)
+        if problems:
+            raise CheckpointError(path, problems)
+        self._parts = {_hf_name(t.name): t for reader in readers for t in reader.tensors}
+        factors = self._parts.pop(ROPE_FACTORS, None)
+        self.config = config_of(metadata, problems, is_tied="lm_head.weight" not in self._parts)
         if factors is not None and not problems:
-            self.config |= _llama3_scaling(np.asarray(factors.data), self.config, problems)
+            self.config |= llama3_scaling(np.asarray(factors.data), self.config, problems)
         for name, tensor in self._parts.items():
             if tensor.tensor_type not in GGML_QUANT_SIZES:
                 problems.append(f"{name} has the unknown type {tensor.tensor_type}.")
@@ -110,22 +127,76 @@ class GgufSource:
 
     def close(self) -> None:
         """Let go of the pages read so far, which count as used memory."""
-        self._mapped._mmap.madvise(mmap.MADV_DONTNEED)
+        for mapped in self._mapped:
+            mapped._mmap.madvise(mmap.MADV_DONTNEED)
         self._bytes_read = 0
 
 
-def _metadata(reader: GGUFReader) -> dict[str, Any]:
-    """What the file says of the model; of the tokenizer only how many tokens it has."""
-    tokens = reader.fields.get("tokenizer.ggml.tokens")
-    wanted = ("general.", "llama.", *(f"tokenizer.ggml.{name}_token_id" for name in _SPECIAL))
-    return {
-        "num_tokens": len(tokens.data) if tokens else None,
-        **{
+def _opened(path: Path) -> GGUFReader:
+    if not path.is_file():
+        raise CheckpointError(path, ["there is no such file. Check the path."])
+    try:
+        return GGUFReader(path)
+    except _UNREADABLE as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(path, [f"no readable GGUF file ({error}). Download it again."])
+
+
+def _all_parts(path: Path) -> list[Path]:
+    """The files that together are the model: of a divided one all, whichever is named."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match[1], int(match[3])
+    parts = [path.with_name(f"{stem}-{i + 1:05d}-of-{match[3]}.gguf") for i in range(count)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise CheckpointError(
+            path, listed(missing, f"missing of the {count} parts of this model; download them too")
+        )
+    return parts
+
+
+def _part_problems(
+    readers: Sequence[GGUFReader], paths: Sequence[Path], metadata: Mapping[str, Any]
+) -> list[str]:
+    """Why the files are not the parts of one model."""
+    count = int(metadata.get("split.count") or 1)
+    if count != len(readers):
+        return [
+            f"{paths[0].name} is one of {count} parts of a model, and {len(readers)} have names "
+            "of parts. Name them as they were: such as name-00001-of-00002.gguf."
+        ]
+    if metadata.get("general.type", "model") != "model":
+        return [f"the file's type is {metadata['general.type']}, not model. Use the model's file."]
+    problems = []
+    for number, (reader, path) in enumerate(zip(readers, paths, strict=True)):
+        field = reader.fields.get("split.no")
+        if field is not None and int(field.contents()) != number:
+            problems.append(f"{path.name} is part {int(field.contents()) + 1}. Rename the parts.")
+    names = [tensor.name for reader in readers for tensor in reader.tensors]
+    total = metadata.get("split.tensors.count")
+    if (total is not None and len(names) != total) or len(names) != len(set(names)):
+        problems.append(
+            f"its parts have {len(names)} tensors, {len(set(names))} by name, of {total}: they are "
+            "not of one model. Download them again."
+        )
+    return problems
+
+
+def read_metadata(reader: GGUFReader, *, path: Path) -> dict[str, Any]:
+    """What the file says of the model, and of the tokenizer its tokens and special ones."""
+    try:
+        return {
             name: field.contents()
             for name, field in reader.fields.items()
-            if name.startswith(wanted)
-        },
-    }
+            if name.startswith(_WANTED)
+        }
+    except _UNREADABLE as error:
+        raise _damaged(path, error) from error
 
 
 def _hf_name(name: str) -> str:
@@ -140,87 +211,3 @@ def _rows_in_file(rows: np.ndarray, *, head_size: int) -> np.ndarray:
     head, row = np.divmod(rows, head_size)
     half, place = np.divmod(row, head_size // 2)
     return head * head_size + 2 * place + half
-
-
-def _config(metadata: Mapping[str, Any], problems: list[str], *, is_tied: bool) -> dict[str, Any]:
-    """The metadata as the fields of a config.json."""
-    kind = metadata.get("general.architecture")
-    if kind != "llama" or metadata.get("llama.expert_count"):
-        problems.append(
-            f"the model is a {kind!r}{' with experts' if kind == 'llama' else ''}: only Llama "
-            "models are read from GGUF. Use the safetensors checkpoint."
-        )
-        return {}
-    names = {
-        "hidden_size": "embedding_length",
-        "num_hidden_layers": "block_count",
-        "intermediate_size": "feed_forward_length",
-        "num_attention_heads": "attention.head_count",
-        "num_key_value_heads": "attention.head_count_kv",
-        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-        "max_position_embeddings": "context_length",
-        "vocab_size": "vocab_size",
-        "head_dim": "rope.dimension_count",
-        "rope_theta": "rope.freq_base",
-    }
-    config = {name: metadata.get(f"llama.{key}") for name, key in names.items()}
-    for name in _SPECIAL:
-        key = f"{name.removesuffix('ding')}_token_id"
-        config[key] = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if config["vocab_size"] is None:
-        config["vocab_size"] = metadata["num_tokens"]
-    if config["num_key_value_heads"] is None:
-        config["num_key_value_heads"] = config["num_attention_heads"]
-    config = {name: value for name, value in config.items() if value is not None}
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if not isinstance(config.get(name), int) or config[name] < 1:
-            problems.append(f"its metadata has no {name}. Download it again.")
-    scaling = metadata.get("llama.rope.scaling.type")
-    if scaling not in (None, "none"):
-        config["rope_scaling"] = {
-            "rope_type": scaling,
-            "factor": metadata.get("llama.rope.scaling.factor"),
-            "original_max_position_embeddings": metadata.get(
-                "llama.rope.scaling.original_context_length"
-            ),
-        }
-    return config | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "tie_word_embeddings": is_tied,
-        "dtype": "float32",
-    }
-
-
-def _llama3_scaling(
-    factors: np.ndarray, config: Mapping[str, Any], problems: list[str]
-) -> dict[str, Any]:
-    """Llama 3.1's scaling, which GGUF keeps as one divisor for each frequency.
-
-    It is taken over only if it is exactly the scaling of Llama 3.1 to 3.3 with some factor.
-    """
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    factor = float(factors.max())
-    waves = [
-        2 * math.pi * config.get("rope_theta", 10000.0) ** (2 * i / size) for i in range(size // 2)
-    ]
-    expected = []
-    for wave in waves:
-        smooth = min(max((8192 / wave - 1.0) / (4.0 - 1.0), 0.0), 1.0)
-        expected.append(1 / ((1 - smooth) / factor + smooth))
-    if len(expected) != len(factors) or not np.allclose(expected, factors, rtol=1e-3):
-        problems.append(
-            f"{_ROPE_FACTORS} is not the scaling of Llama 3.1: its rotary positions cannot be "
-            "expressed. Use the safetensors checkpoint."
-        )
-        return {}
-    return {
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    }

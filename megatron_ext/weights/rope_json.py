@@ -8,6 +8,9 @@ from typing import Any
 from megatron_ext.weights.architecture import Rope
 from megatron_ext.weights.fields import Fields
 
+_OTHER_KINDS = {"type", "finetuned", "short_factor", "long_factor"}
+"""Read under another name, a remark, and of kinds that are refused."""
+
 
 def rope(fields: Fields, *, theta: float, max_positions: int, is_interleaved: bool) -> Rope:
     """The rotary embedding; ``theta`` and ``max_positions`` are the family's defaults."""
@@ -19,6 +22,11 @@ def rope(fields: Fields, *, theta: float, max_positions: int, is_interleaved: bo
     given = inner.optional_integer("original_max_position_embeddings", default=trained)
     original = original or given
     factor = 1.0
+    if kind == "default" and inner.get("factor") not in (None, 1, 1.0):
+        inner.problem(
+            f"factor {inner.get('factor')} without a rope_type: transformers ignores it. Write the "
+            "rope_type, or remove the factor."
+        )
     if kind != "default":
         # A yarn without factor stretches from the original to the present length.
         default = {"default": trained / max(original, 1)} if kind == "yarn" else {}
@@ -39,6 +47,12 @@ def rope(fields: Fields, *, theta: float, max_positions: int, is_interleaved: bo
         rotated_share=inner.number("partial_rotary_factor", default=1.0),
         is_interleaved=is_interleaved,
     )
+    unknown = sorted(merged.keys() - inner.read - _OTHER_KINDS)
+    if unknown:
+        fields.problem(
+            f"{', '.join(unknown)} in the rotary fields: not known here. Remove what has no effect "
+            "in transformers."
+        )
     for text in inner.problems:
         fields.problem(f"rotary fields: {text}")
     return result
@@ -47,11 +61,11 @@ def rope(fields: Fields, *, theta: float, max_positions: int, is_interleaved: bo
 def _merged(fields: Fields, *, theta: float) -> dict[str, Any]:
     """One object out of the old and the new form; inside the object wins, as in transformers."""
     merged: dict[str, Any] = {
-        "rope_theta": fields.config.get("rope_theta") or theta,
-        "partial_rotary_factor": fields.config.get("partial_rotary_factor"),
+        "rope_theta": fields.get("rope_theta") or theta,
+        "partial_rotary_factor": fields.get("partial_rotary_factor"),
     }
     for name in ("rope_parameters", "rope_scaling"):
-        value = fields.config.get(name)
+        value = fields.get(name)
         if value is None:
             continue
         if not isinstance(value, Mapping):

@@ -8,8 +8,7 @@ Not covered: PyTorch's pickled checkpoints (they can run code), quantised safete
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_ext.weights.operators import Block, Shape
+from megatron_ext.weights.stored_names import Stored, under_known_names
+from megatron_ext.weights.weight_files import CONFIG, files_of, listed, read_json
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-CONFIG = "config.json"
 REMAP_BYTES = 256 * 2**20
 """A mapped file is let go after reading this much, as its pages count as used memory until then."""
 DTYPES = {
@@ -32,8 +30,6 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 """Types that the mapping moves, by safetensors' names."""
-SHOWN = 8
-"""Names listed of a group of like problems; the rest are counted."""
 
 
 class CheckpointError(ValueError):
@@ -74,6 +70,11 @@ class TensorSource(Protocol):
         ...
 
     @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know of how it is read."""
+        ...
+
+    @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Its tensors by Hugging Face's names."""
         ...
@@ -99,48 +100,27 @@ class SafetensorsSource:
         folder = path if path.is_dir() else path.parent
         problems: list[str] = []
         self.config = read_json(folder / CONFIG, problems)
-        self.tensors: dict[str, TensorInfo] = {}
-        self._files: dict[str, Path] = {}
-        for file, expected in _files_of(path, problems).items():
-            self._add(file, expected, problems)
+        self.notes: list[str] = []
+        stored: dict[str, Stored] = {}
+        for file, expected in files_of(path, problems).items():
+            _add(stored, file, expected, problems)
+        self._stored = under_known_names(stored, self.config, problems=problems, notes=self.notes)
         if problems:
             raise CheckpointError(path, problems)
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(shape=place.shape, dtype=DTYPES.get(place.kind, place.kind))
+            for name, place in self._stored.items()
+        }
         self._open: tuple[Path, Any] | None = None
         self._bytes_read = 0
-
-    def _add(self, file: Path, expected: set[str] | None, problems: list[str]) -> None:
-        """Take up a file's tensors: those the index expects there, or all."""
-        try:
-            with safe_open(file, framework="pt") as opened:
-                found = set(opened.keys())
-                for name in sorted(found if expected is None else found & expected):
-                    part = opened.get_slice(name)
-                    kind = str(part.get_dtype())
-                    self.tensors[name] = TensorInfo(
-                        shape=tuple(part.get_shape()), dtype=DTYPES.get(kind, kind)
-                    )
-                    self._files[name] = file
-        except FileNotFoundError:
-            problems.append(f"{file.name} is missing: the index names it. Download it again.")
-            return
-        except (SafetensorError, OSError) as error:
-            problems.append(
-                f"{file.name} is truncated or corrupt ({_size(file)}; {error}). Download it again."
-            )
-            return
-        if expected is not None:
-            problems += listed(
-                sorted(expected - found),
-                f"not in {file.name} although the index places them there; download both again",
-            )
 
     def read(self, block: Block) -> Tensor:
         """The values of a rectangle, mapped from the file: copy them before the next read."""
         info = self.tensors[block.name]
-        rows, columns = block.rows, block.columns
+        place = self._stored[block.name]
         try:
-            part = self._file(self._files[block.name]).get_slice(block.name)
-            values = part[rows] if columns is None else part[rows, columns]
+            part = self._file(place.file).get_slice(place.name)
+            values = _part(part, place, block)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 self.location,
@@ -163,79 +143,44 @@ class SafetensorsSource:
         self._open, self._bytes_read = None, 0
 
 
-def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
-    """A JSON object from a file; {} and a problem if there is none."""
+def _add(
+    stored: dict[str, Stored], file: Path, expected: set[str] | None, problems: list[str]
+) -> None:
+    """Take up a file's tensors, and compare them with those the index expects there."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with safe_open(file, framework="pt") as opened:
+            found = set(opened.keys())
+            twice = sorted(found & stored.keys())
+            for name in sorted(found):
+                part = opened.get_slice(name)
+                shape, kind = tuple(part.get_shape()), str(part.get_dtype())
+                stored[name] = Stored(file=file, name=name, shape=shape, kind=kind)
     except FileNotFoundError:
-        problems.append(f"{path.name} is missing in {path.parent}. Copy it there.")
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path.name} is no readable JSON ({error}). Download it again.")
-        return {}
-    if not isinstance(value, dict):
-        problems.append(f"{path.name} is not a JSON object. Download it again.")
-        return {}
-    return value
-
-
-def _files_of(path: Path, problems: list[str]) -> dict[Path, set[str] | None]:
-    """The files to read, and the tensors that an index expects in each (None = all it has)."""
-    if path.is_file():
-        return {path: None}
-    if not path.is_dir():
-        problems.append("there is no such file or folder. Check the path.")
-        return {}
-    if (path / INDEX).is_file():
-        return _files_of_index(path, problems)
-    if (path / SINGLE).is_file():
-        return {path / SINGLE: None}
-    files = sorted(path.glob("*.safetensors"))
-    if len(files) == 1 and not (path / "adapter_config.json").is_file():
-        return {files[0]: None}
-    problems.append(_why_no_files(path, num_files=len(files)))
-    return {}
-
-
-def _why_no_files(path: Path, *, num_files: int) -> str:
-    if (path / "adapter_config.json").is_file():
-        return "this is an adapter (LoRA), not a model. Merge it into its base model first."
-    if num_files:
-        return f"{num_files} safetensors files but no {INDEX}. Download the index too."
-    if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
-        return (
-            "only pickled weights (.bin, .pt), which can run code when read. Save the model again "
-            "as safetensors with transformers."
+        problems.append(f"{file.name} is missing: the index names it. Download it again.")
+        return
+    except (SafetensorError, OSError) as error:
+        problems.append(
+            f"{file.name} is truncated or corrupt ({_size(file)}; {error}). Download it again."
         )
-    if any(path.glob("*.gguf")):
-        return "no safetensors but a GGUF file. Give the path of that file itself."
-    return f"no {SINGLE} and no {INDEX}. Check the path, or download the weights."
+        return
+    problems += listed(
+        twice, f"in {file.name} and in another file as well; download all files of one version"
+    )
+    problems += listed(
+        sorted((expected or set()) - found),
+        f"not in {file.name} although the index places them there; download both again",
+    )
 
 
-def _files_of_index(path: Path, problems: list[str]) -> dict[Path, set[str] | None]:
-    weight_map = read_json(path / INDEX, problems).get("weight_map")
-    is_map = isinstance(weight_map, dict) and all(isinstance(f, str) for f in weight_map.values())
-    if not is_map or not weight_map:
-        problems.append(f"{INDEX} has no weight_map. Download it again.")
-        return {}
-    outside = sorted({f for f in weight_map.values() if Path(f).name != f or f in ("", ".", "..")})
-    if outside:
-        problems += listed(outside, f"named in {INDEX}, are not files beside it; correct the index")
-        return {}
-    files: dict[Path, set[str] | None] = {}
-    for name, file in sorted(weight_map.items(), key=lambda item: (item[1], item[0])):
-        expected = files.setdefault(path / file, set())
-        assert expected is not None
-        expected.add(name)
-    return files
-
-
-def listed(names: list[str], what: str) -> list[str]:
-    """One line for any number of names with the same problem; none for no names."""
-    if not names:
-        return []
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return [f"{', '.join(names[:SHOWN])}{more}: {what}."]
+def _part(part: Any, place: Stored, block: Block) -> Tensor:
+    """A block's values from a tensor, or from one expert of a stack."""
+    rows, columns = block.rows, block.columns
+    if place.expert is None:
+        return part[rows] if columns is None else part[rows, columns]
+    start, stop, _ = rows.indices(place.shape[0])
+    inside = slice(place.first_row + start, place.first_row + max(start, stop))
+    columns = slice(None) if columns is None else columns
+    return part[place.expert : place.expert + 1, inside, columns][0]
 
 
 def _size(path: Path) -> str:

@@ -21,7 +21,8 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from megatron_ext.weights.sources import CONFIG, DTYPES, INDEX, SINGLE, TensorInfo
+from megatron_ext.weights.sources import DTYPES, TensorInfo
+from megatron_ext.weights.weight_files import CONFIG, INDEX, SINGLE
 
 PARTIAL = ".partial"
 TOKENIZER_FILES = (

@@ -10,7 +10,7 @@ from megatron_ext.data.hugging_face import HuggingFaceTokenizer
 from megatron_ext.data.records import Chat, Completion, Text
 from megatron_ext.data.samples import samples_of
 from megatron_ext.data.tokenizer import END_OF_TEXT, ByteTokenizer
-from megatron_ext.environments.codecs import ByteCodec, open_codec, stop_ids_beside
+from megatron_ext.environments.codecs import ByteCodec, open_codec
 from megatron_ext.environments.text import HuggingFaceCodec
 from tests.data.tiny_tokenizer import CHATML, HERMES, byte_tokenizer
 
@@ -63,16 +63,15 @@ def test_a_folder_with_a_template_of_ones_own(folder, tmp_path):
 )
 def test_generation_config_names_more_stop_ids(folder, written, ids):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
-    assert stop_ids_beside(folder) == ids
     codec = open_codec(kind="HuggingFaceTokenizer", model=str(folder))
     assert codec.stop_ids == ids | {byte_tokenizer().eos_token_id}
 
 
-def test_a_generation_config_that_is_none(folder):
-    assert stop_ids_beside(folder / "nowhere") == frozenset()
-    (folder / "generation_config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"generation_config.json is not a JSON object"):
-        stop_ids_beside(folder)
+def test_config_json_names_stop_ids_where_no_generation_config_does(folder):
+    """N5"""
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": [250, 251]}))
+    codec = open_codec(kind="HuggingFaceTokenizer", model=str(folder))
+    assert codec.stop_ids == {250, 251, byte_tokenizer().eos_token_id}
 
 
 def test_a_template_that_refuses_the_messages():

@@ -212,5 +212,5 @@ def test_R1_two_hosts_with_different_disks(ranks: RankPool, tmp_path: Path):
 def test_no_json_of_another_shape_is_checksums(plain: Path, tmp_path: Path):
     for text in ("[]", "{}", '{"files": []}', '{"files": {"a": 1}}', json.dumps({"files": None})):
         (tmp_path / CHECKSUMS).write_text(text)
-        with pytest.raises(ValueError, match="checksums.json cannot be read"):
+        with pytest.raises(ValueError, match=r"checksums.json cannot be read"):
             read_checksums(tmp_path)

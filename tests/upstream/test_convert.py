@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_ext.upstream import convert
+from megatron_ext.upstream import convert, convert_hf, convert_target
 from megatron_ext.upstream.checkpoint import load_weights, save_weights
 from megatron_ext.upstream.checkpoint_folder import newest
 from megatron_ext.upstream.convert_target import check_target
@@ -31,7 +31,7 @@ NAMES = ["llama tied biased", "qwen3_moe", "deepseek_v3"]
 LOGITS = 5e-6  # as in test_hf_parity
 
 
-def to_megatron(source: Path, target: Path) -> convert.Conversion:
+def to_megatron(source: Path, target: Path) -> convert_target.Conversion:
     return convert.to_megatron(source, target, implementation="local")
 
 
@@ -41,7 +41,7 @@ def there_and_back(folders: list[Path], root: Path) -> None:
         for folder in folders:
             saved = root / "megatron" / folder.name
             to_megatron(folder, saved).run(lambda _: None)
-            convert.to_hf(saved, root / "hf" / folder.name).run(lambda _: None)
+            convert_hf.to_hf(saved, root / "hf" / folder.name).run(lambda _: None)
 
 
 def loaded_logits(folders: list[Path], root: Path, flags: str, tokens: Tensor) -> list:
@@ -115,7 +115,7 @@ def test_what_megatron_saved_on_two_ranks_comes_back(
 ):
     folder = next(folder for folder in models if folder.name == name)
     ranks(2).run(save_torch_dist, folder, flags, tmp_path / "saved")
-    convert.to_hf(tmp_path / "saved", tmp_path / "hf", like=folder).run(lambda _: None)
+    convert_hf.to_hf(tmp_path / "saved", tmp_path / "hf", like=folder).run(lambda _: None)
     assert is_same(tmp_path / "hf", folder)
 
 
@@ -134,7 +134,7 @@ def test_values_that_are_no_numbers_are_not_exported(
 ):
     folder = next(iter(models))
     ranks(1).run(save_diverged, folder, tmp_path / "saved")
-    conversion = convert.to_hf(tmp_path / "saved", tmp_path / "hf", like=folder)
+    conversion = convert_hf.to_hf(tmp_path / "saved", tmp_path / "hf", like=folder)
     with pytest.raises(ValueError, match=r"model\.norm\.weight: NaN or infinite values"):
         conversion.run(lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
@@ -144,8 +144,8 @@ def test_without_a_config_the_saved_flags_describe_the_model(converted: Path, tm
     for name in NAMES:
         saved = tmp_path / "megatron" / name
         shutil.copytree(converted / "megatron" / name, saved)
-        shutil.rmtree(saved / convert.HF_FOLDER)
-        convert.to_hf(saved, tmp_path / "hf" / name).run(lambda _: None)
+        shutil.rmtree(saved / convert_target.HF_FOLDER)
+        convert_hf.to_hf(saved, tmp_path / "hf" / name).run(lambda _: None)
         assert is_same(tmp_path / "hf" / name, converted / "hf" / name)
 
 
@@ -203,11 +203,11 @@ def test_a_plan_writes_nothing_and_an_existing_target_is_refused(
 def test_errors_say_what_is_wrong(models: dict[Path, Tensor], converted: Path, tmp_path: Path):
     llama, other = converted / "megatron" / NAMES[0], next(f for f in models if f.name == NAMES[1])
     with pytest.raises(ValueError, match="is no checkpoint"):
-        convert.to_hf(tmp_path, tmp_path / "out")
+        convert_hf.to_hf(tmp_path, tmp_path / "out")
     with pytest.raises(ValueError, match=r"q_layernorm.*missing in the checkpoint"):
-        convert.to_hf(llama, tmp_path / "out", like=other)
+        convert_hf.to_hf(llama, tmp_path / "out", like=other)
     with pytest.raises(ValueError, match="is missing in"):
-        convert.to_hf(llama, tmp_path / "out", like=tmp_path)
+        convert_hf.to_hf(llama, tmp_path / "out", like=tmp_path)
     with pytest.raises(ValueError, match=r"GB free\. Free some space"):
         check_target(tmp_path / "out", num_bytes=10**18)
     shutil.copytree(llama, tmp_path / "cut")
@@ -215,11 +215,11 @@ def test_errors_say_what_is_wrong(models: dict[Path, Tensor], converted: Path, t
     with (release / "__0_0.distcp").open("r+b", buffering=0) as file:
         file.write(bytes(3000))
         with pytest.raises(ValueError, match=r"release is damaged: __0_0.distcp is damaged \("):
-            convert.to_hf(tmp_path / "cut", tmp_path / "out")
+            convert_hf.to_hf(tmp_path / "cut", tmp_path / "out")
         (release / "checksums.json").unlink()  # as Megatron writes it
         with pytest.raises(ValueError, match=r"__0_0.distcp cannot be read .* embeddings.weight"):
-            convert.to_hf(tmp_path / "cut", tmp_path / "out").run(lambda _: None)
+            convert_hf.to_hf(tmp_path / "cut", tmp_path / "out").run(lambda _: None)
         file.truncate(30000)
-    with pytest.raises(ValueError, match="release is damaged: __0_0.distcp has 30000 bytes of at"):
-        convert.to_hf(tmp_path / "cut", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"release is damaged: __0_0.distcp has 30000 bytes of at"):
+        convert_hf.to_hf(tmp_path / "cut", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["cut"]

@@ -8,14 +8,17 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from megatron_ext.upstream.checkpoint_folder import newest
 from tests.ranks import RankPool
-from tests.weights.folders import random_tensors
+from tests.weights.folders import CONFIG as LLAMA
+from tests.weights.folders import random_tensors, write_folder
 from tests.weights.test_gguf_source import CONFIG, write_gguf
 from tests.weights.tiny_models import BASE, MODELS, save
 from tools import convert_checkpoint
@@ -154,3 +157,61 @@ def test_flags(ranks: RankPool, tmp_path: Path):
     assert back.keys() == values.keys()
     for name, value in values.items():
         torch.testing.assert_close(back[name], value, rtol=0, atol=0)
+
+
+def refused_by(config: dict[str, Any], *words: object, root: Path) -> str:
+    """The message of the command for a folder whose config.json has been changed."""
+    write_folder(root / "source", tensors=random_tensors(LLAMA))
+    (root / "source" / "config.json").write_text(json.dumps(LLAMA | config))
+    status, _, errors = call(root / "source", root / "out", *words)
+    assert status == 2 and not (root / "out").exists()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu': only silu is built"),
+        ({"attention_dropout": 1.5}, "attention_dropout is 1.5, not a number from 0 to 1"),
+    ],
+)
+@pytest.mark.parametrize("to_mla", [False, True])
+def test_refusals_are_this_tools(
+    tmp_path: Path, config: dict[str, Any], problem: str, to_mla: bool
+):
+    """R14: in its own words, without flags that it does not have."""
+    (tmp_path / "text.txt").write_text("some words " * 200)
+    text = ("--calibration-data", tmp_path / "text.txt", "--calibration-context", 16)
+    words = ("--to", "mla", "--layout", "deepseek", "--cache-ratio", 0.5, *text) if to_mla else ()
+    errors = refused_by(config, *words, root=tmp_path)
+    assert problem in errors
+    assert "convert_checkpoint.py: error:" in errors
+    assert "torchrun" not in errors and "--num-layers" not in errors
+
+
+def test_gguf_to_hugging_face_in_one_step(tmp_path: Path):
+    """R14: config.json, weights, tokenizer and stop ids; transformers reads the folder."""
+    gguf = tmp_path / "tiny.gguf"
+    ids = {f"tokenizer.ggml.{name}_token_id": id for name, id in [("eos", 58), ("eot", 59)]}
+    values = write_gguf(gguf, random_tensors(CONFIG), metadata=ids)
+    status, out, errors = call(gguf, tmp_path / "hf", "--to", "hf", "--peak")
+    assert status == 0 and "peak memory" in out, errors
+    back = load_file(tmp_path / "hf" / "model.safetensors")
+    assert back.keys() == values.keys()
+    assert all(torch.equal(back[name], value) for name, value in values.items())
+    config = AutoConfig.from_pretrained(tmp_path / "hf")
+    assert (config.hidden_size, config.eos_token_id) == (32, [58, 59])
+    generation = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [58, 59]
+
+
+def test_hugging_face_again_as_plain_safetensors(tmp_path: Path):
+    """N25: a wrapper's names come out without their prefix."""
+    tensors = random_tensors(LLAMA)
+    write_folder(tmp_path / "in", tensors={f"module.{name}": t for name, t in tensors.items()})
+    status, _, errors = call(tmp_path / "in", tmp_path / "hf", "--to", "hf", "--dtype", "bf16")
+    assert status == 0, errors
+    back = load_file(tmp_path / "hf" / "model.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], value.bfloat16()) for name, value in tensors.items())

@@ -119,6 +119,9 @@ def test_everything_wrong_is_listed_at_once():
         ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob true"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer to layer"),
         ({"rope_scaling": 4}, "rope_scaling is 4, not an object"),
+        ({"rope_scaling": {"factor": 4.0}}, r"factor 4\.0 without a rope_type"),
+        ({"rope_scaling": {"new_key": 4.0}}, "new_key in the rotary fields: not known here"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads 2: latent attention has as many"),
         ({"qk_rope_head_dim": 5}, "head size 5 is odd"),
     ],
 )

@@ -10,12 +10,12 @@ import torch
 
 from megatron_ext.weights.operators import Block
 from megatron_ext.weights.sources import (
-    INDEX,
     CheckpointError,
     SafetensorsSource,
     TensorInfo,
     blocks_of,
 )
+from megatron_ext.weights.weight_files import INDEX
 from tests.weights.folders import CONFIG, write_folder
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
