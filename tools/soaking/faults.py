@@ -112,8 +112,8 @@ def damaged_shard(harm: Harm) -> list[str]:
     running.wait()
     newest = max((harm.folder / "saved").glob("iter_???????"))
     path = harm.draw.choice([p for p in sorted(newest.iterdir()) if p.stat().st_size])
-    what = harm.draw.choice((_flip, _cut, _empty, Path.unlink))
-    what(path) if what is Path.unlink else what(path, harm.draw)
+    what = harm.draw.choice((_flip, _cut, _empty, _delete))
+    what(path, harm.draw)
     resumed = run_to_end(harm.job, harm.folder)
     said = resumed.said()
     is_named = newest.name in said or re.search(rf"step {int(newest.name[5:])}\b", said)
@@ -206,6 +206,10 @@ def _flip(path: Path, draw: random.Random) -> None:
 
 def _cut(path: Path, draw: random.Random) -> None:
     os.truncate(path, draw.randrange(path.stat().st_size))
+
+
+def _delete(path: Path, draw: random.Random) -> None:
+    path.unlink()
 
 
 def _empty(path: Path, draw: random.Random) -> None:

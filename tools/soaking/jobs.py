@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -194,7 +194,9 @@ def _rank(rank: int, job: Job, words: Sequence[str], port: int) -> int:
     lock.PATIENCE_SECONDS = 0.3
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.num_ranks))
     os.environ.update(TORCHELASTIC_RUN_ID="soak", MASTER_ADDR="localhost", MASTER_PORT="0")
-    store = dist.TCPStore("127.0.0.1", port, job.num_ranks, is_master=rank == 0)
+    # documented, but torch does not declare it as exported
+    store_type: Any = getattr(dist, "TCPStore")  # noqa: B009
+    store = store_type("127.0.0.1", port, job.num_ranks, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks)
     sys.argv[1:] = list(words)
     return pretrain_rl.main_in_one_sentence()
