@@ -51,7 +51,7 @@ environment_workers math_workers num_workers recompute_granularity recompute_met
 recompute_modules recompute_num_layers distribute_saved_activations moe_token_dispatcher_type
 moe_grouped_gemm moe_permute_fusion moe_shared_expert_overlap moe_layer_recompute
 distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init
-lazy_mpu_init local_rank rank use_cpu_initialization transformer_impl attention_backend
+lazy_mpu_init local_rank use_cpu_initialization transformer_impl attention_backend
 use_flash_attn bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion masked_softmax_fusion
 no_persist_layer_norm apply_rope_fusion gradient_accumulation_fusion
 cross_entropy_loss_fusion cross_entropy_fusion_impl deterministic_mode disable_jit_fuser
@@ -85,15 +85,15 @@ def changes(
         args, saved_args=saved_args, samples_id=samples_id, saved_samples_id=saved_samples_id
     )
     skipped = FREE | (_SCHEDULE if args.use_checkpoint_opt_param_scheduler else frozenset())
-    for action in build_parser()._actions:
-        name = action.dest
+    options = {action.dest: action for action in reversed(build_parser()._actions)}
+    for name, action in reversed(options.items()):
         if name in skipped | _TOLD_APART or not (hasattr(args, name) and hasattr(saved_args, name)):
             continue
         before, now = getattr(saved_args, name), getattr(args, name)
         if not _same(before, now):
             text = f"{action.option_strings[0]}: {_shown(action, before)} -> {_shown(action, now)}"
             found.append(text)
-    return list(dict.fromkeys(found))
+    return found
 
 
 def unresumable(args: Namespace, saved_args: Namespace) -> list[str]:

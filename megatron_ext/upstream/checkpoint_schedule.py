@@ -31,6 +31,8 @@ _FLAGS = {
 """Value of Megatron's scheduler -> the flag that it comes from."""
 _ARGUMENTS = {"decoupled_lr": "--decoupled-lr", "decoupled_min_lr": "--decoupled-min-lr"}
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+_OF_OPTIMIZER = ("betas", "eps", "momentum", "nesterov")
+"""Values of a parameter group that flags set and no schedule changes."""
 _STRUCTURE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
@@ -103,7 +105,10 @@ def group_problems(optimizer: MegatronOptimizer, saved: Sequence[Mapping[str, An
 def settle_rates(
     args: Namespace, *, optimizer: MegatronOptimizer, saved: Sequence[dict[str, Any]]
 ) -> None:
-    """Give saved and own parameter groups the same rates, by which Megatron finds its own."""
+    """Give saved and own parameter groups the same rates, by which Megatron finds its own.
+
+    Saved groups also get what the flags say of the optimizer, which PyTorch would overwrite.
+    """
     own_of_kind = defaultdict(list)
     for group in optimizer.param_groups:
         own_of_kind[_structure(group)].append(group)
@@ -116,6 +121,7 @@ def settle_rates(
                 loser[name] = winner[name]
             else:
                 loser.pop(name, None)
+        group |= {name: own[name] for name in _OF_OPTIMIZER if name in own}
 
 
 def _structure(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -198,7 +198,7 @@ def test_R1_two_hosts_with_different_disks(ranks: RankPool, tmp_path: Path):
     roots = [tmp_path / "here", tmp_path / "there"]
     flags = jobs.flags_of(tmp_path / "run", *TWO_STEPS)
     here, there = ranks(2).run(save_apart, flags, roots)
-    assert here == there
+    assert here[0] == there[0]
     for part in ("__1_0.distcp is missing", "rank 1 on ", f"wrote it to {roots[1]}", "rank 0 on "):
         assert part in here[0]
     assert f"--save {roots[0]}" in here[0]
@@ -212,5 +212,5 @@ def test_R1_two_hosts_with_different_disks(ranks: RankPool, tmp_path: Path):
 def test_no_json_of_another_shape_is_checksums(plain: Path, tmp_path: Path):
     for text in ("[]", "{}", '{"files": []}', '{"files": {"a": 1}}', json.dumps({"files": None})):
         (tmp_path / CHECKSUMS).write_text(text)
-        with pytest.raises(ValueError, match=r"checksums.json cannot be read"):
+        with pytest.raises(ValueError, match=r"checksums\.json cannot be read"):
             read_checksums(tmp_path)

@@ -217,9 +217,11 @@ def test_errors_say_what_is_wrong(models: dict[Path, Tensor], converted: Path, t
         with pytest.raises(ValueError, match=r"release is damaged: __0_0.distcp is damaged \("):
             convert_hf.to_hf(tmp_path / "cut", tmp_path / "out")
         (release / "checksums.json").unlink()  # as Megatron writes it
-        with pytest.raises(ValueError, match=r"__0_0.distcp cannot be read .* embeddings.weight"):
+        with pytest.raises(ValueError, match=r"__0_0.distcp cannot be read .*embeddings.weight is"):
             convert_hf.to_hf(tmp_path / "cut", tmp_path / "out").run(lambda _: None)
         file.truncate(30000)
-    with pytest.raises(ValueError, match=r"release is damaged: __0_0.distcp has 30000 bytes of at"):
+    with pytest.raises(
+        ValueError, match=r"release is damaged: __0_0\.distcp has 30000 bytes of at"
+    ):
         convert_hf.to_hf(tmp_path / "cut", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["cut"]

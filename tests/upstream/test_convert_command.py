@@ -200,7 +200,9 @@ def test_gguf_to_hugging_face_in_one_step(tmp_path: Path):
     back = load_file(tmp_path / "hf" / "model.safetensors")
     assert back.keys() == values.keys()
     assert all(torch.equal(back[name], value) for name, value in values.items())
-    config = AutoConfig.from_pretrained(tmp_path / "hf")
+    config = AutoConfig.from_pretrained(
+        tmp_path / "hf", trust_remote_code=False, local_files_only=True
+    )
     assert (config.hidden_size, config.eos_token_id) == (32, [58, 59])
     generation = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [58, 59]
