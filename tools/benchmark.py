@@ -23,6 +23,7 @@ from megatron_ext.report.whole_file import check_writable
 BENCHMARKS = {
     "cpu-mode": "a training step in CPU mode against the same modules without it",
     "episodes": "many episodes of the built-in tasks: time and memory",
+    "graders": "the verifiers on thousands of right and wrong answers",
     "grpo": "a GRPO step against TRL's GRPOTrainer",
     "logprobs": "chunked log-probabilities against full logits",
     "mha2mla": "perplexity of converted checkpoints without training",

@@ -21,9 +21,7 @@ from megatron_ext.data.order import SampleOrder
 from megatron_ext.data.records import check_tool_calls
 from megatron_ext.environments.text import Message, TextCodec, TextEnvironment
 from megatron_ext.rewards.base import Verdict, VerifierName
-from megatron_ext.rewards.final_answer import MAX_ANSWER_LENGTH
-from megatron_ext.rewards.plain_text import read_number
-from megatron_ext.rewards.verifiers import VERIFIER_NAMES, Verifiers
+from megatron_ext.rewards.verifiers import VERIFIER_NAMES, Verifiers, known_answer_problem
 
 MOST_REPORTED = 10
 """Malformed lines named in an error; the rest is counted."""
@@ -179,13 +177,11 @@ def _answer_problems(answer: object, verifier: object) -> list[str]:
         wrong.append(f"`verifier` is {shown(verifier)}: use {', '.join(VERIFIER_NAMES)}")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return [*wrong, "`answer` must be a text or a number"]
-    text = str(answer)
-    if not text.strip():
+    if not str(answer).strip():
         wrong.append("`answer` is empty")
-    elif verifier == "numeric" and read_number(text) is None:
-        wrong.append(f"`answer` {text[:40]!r} holds no number for the verifier numeric")
-    elif verifier == "math" and len(text) > MAX_ANSWER_LENGTH:
-        wrong.append(f"`answer` has {len(text)} characters, over the {MAX_ANSWER_LENGTH} of math")
+    elif not wrong:
+        problem = known_answer_problem(cast(VerifierName, verifier), str(answer))
+        wrong += [f"`answer` {problem}"] if problem else []
     return wrong
 
 

@@ -1,48 +1,79 @@
-r"""Where a response states its answer: the last \boxed{...}; else "#### x" or "the answer is x";
-else all of it, if it is nothing but a number or a formula in dollar signs.
+r"""Where a response states its answer: the last \boxed{...}; else "#### x", "the answer is x",
+"Final Answer: x"; else all of it, if it is a number, or a short text with one formula.
 
 A box that is empty or never closed is no answer, and nothing before it counts instead: a policy is
-paid for what it says last.  Boxes next to each other (`\boxed{2} and \boxed{3}`) are one answer.
-Linear in the length of the response, apart from the anchors, which look at its end only.
+paid for what it says last.  So it is with "the answer is not x".  Boxes next to each other
+(`\boxed{2} and \boxed{3}`) are one answer, and so are `$3$ or $4$`.  Linear in the length.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
+
+from megatron_ext.rewards.boxes import BOX, boxed
+from megatron_ext.rewards.formula.units import is_unit
 
 MAX_ANSWER_LENGTH = 2000
 """Characters; a longer answer is no answer."""
-MAX_BOXES = 100
-"""Boxes next to each other; a longer list is no answer."""
 
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
-_BETWEEN_BOXES = re.compile(r"(?:[\s,;$]|\\[,;!() ]|\\text\s*\{\s*(?:and|or)\s*\}|and|or)*")
+_STRESS = r"[ \t*_]*"
 _ANCHOR = re.compile(
-    r"####[ \t]*|\banswer[ \t]*(?:is|:|=|is[ \t]*:)[ \t:]*(?:\*\*[ \t]*)?", re.IGNORECASE
+    rf"####[ \t]*|\banswer{_STRESS}(?:is\b|:|=|equals\b|must be\b|should be\b){_STRESS}:?{_STRESS}",
+    re.IGNORECASE,
 )
-_ANCHOR_REACH = 4 * MAX_ANSWER_LENGTH
+_NEGATION = re.compile(r"\s*(?:definitely |certainly |therefore )?(?:not|never|no longer)\b|n't\b")
 _MATHS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?\.?")
-_SENTENCE_END = re.compile(r"\.(?:\s|$)|\n|\*\*|$")
+_FORMULA = re.compile(
+    r"\$\$[^$]+\$\$|(?<!\\)\$(?:[^$\n\\]|\\.)+\$"
+    r"|\\\((?:[^\\\n]|\\[^)])*\\\)|\\\[(?:[^\\]|\\[^\]])*\\\]"
+)
+_NUMBER = re.compile(r"[-+\u2212]?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?\.?")
+_SENTENCE_END = re.compile(r"\.(?=\s|\*|$)|\n")
+_LAST_VERB = re.compile(r".*\b(?:is|are|equals|be)\b[ \t:]*", re.IGNORECASE | re.DOTALL)
+_ASIDE = re.compile(
+    r"(?:[,;:]\s+|\s+\(|\s+(?=because|since|which|where|as\b|when))"
+    r"(?!(?:and|or)\b|\W*\d|[\x00$\\])"
+)
+_HIDDEN = "\x00"
+"""Stands for a formula while a sentence is looked at."""
+_VALUE = re.compile(r"[\d\x00]")
+_LIST_OF_FORMULAS = re.compile(r"(?:[\s,;.]|\band\b|\bor\b)*")
+_DENIAL = re.compile(r"\b(?:not|never|no|cannot|except|unless|wrong|incorrect|if)\b|n't", re.I)
+_LONGEST_BARE_TEXT = 300
+_LONGEST_BARE_FORMULA = 100
+_BOX = r"\boxed"
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
 
 
-def final_answer(response: str) -> str | None:
-    """The answer a response states, stripped; None = it states none."""
-    boxes = list(_BOX.finditer(response))
-    if boxes:
-        stated = _boxed(response, boxes)
-    else:
-        stated = _anchored(response[-_ANCHOR_REACH:]) or _bare(response)
+def final_answer(response: str, *, formulas: bool = True) -> str | None:
+    """The answer a response states, stripped; None = it states none.
+
+    formulas: whether a response that is nothing but a formula states it; a number always does.
+    """
+    boxes = list(BOX.finditer(response))
+    stated = boxed(response, boxes) if boxes else _anchored(response)
+    if stated is None and not boxes and _last_anchor(response) is None:
+        stated = _bare(response, formulas=formulas)
     if stated is None or not stated.strip() or len(stated) > MAX_ANSWER_LENGTH:
         return None
     return stated.strip()
 
 
+def unretracted(response: str) -> str:
+    """What follows the last "the answer is not x"; the whole response, if there is none."""
+    last = _last_anchor(response)
+    if last is None or not _NEGATION.match(response, last.end()):
+        return response
+    end = _SENTENCE_END.search(response, last.end())
+    return response[end.end() :] if end else ""
+
+
 def unwrapped(answer: str) -> str:
     """A known answer without what surrounds it: dollar signs, a box, white space."""
     text = answer.strip()
-    boxes = list(_BOX.finditer(text))
-    if boxes and boxes[0].start() == 0 and (inner := _boxed(text, boxes)) is not None:
+    boxes = list(BOX.finditer(text))
+    if boxes and boxes[0].start() == 0 and (inner := boxed(text, boxes)) is not None:
         return inner.strip()
     for opening, closing in _MATHS:
         inner = text[len(opening) : -len(closing)]
@@ -51,60 +82,69 @@ def unwrapped(answer: str) -> str:
     return text
 
 
-def _boxed(text: str, boxes: list[re.Match[str]]) -> str | None:
-    """Content of the last box, joined with those right before it; None = not closed or empty."""
-    contents: list[str] = []
-    border = len(text)
-    for box in reversed(boxes):
-        end = _closing_brace(text, box.end(), border) if text[box.end() : box.end() + 1] else None
-        if end is None or not text[box.end() + 1 : end].strip():
-            break
-        if contents and not _BETWEEN_BOXES.fullmatch(text, end + 1, border):
-            break
-        content = text[box.end() + 1 : end].strip()
-        if len(contents) > MAX_BOXES:
-            return None
-        if content not in contents:
-            contents.append(content)
-        border = box.start()
-    return ",".join(reversed(contents)) or None
-
-
-def _closing_brace(text: str, start: int, limit: int) -> int | None:
-    """Index of the brace that closes the one at `start`, below `limit`; None = there is none."""
-    if text[start] != "{":
-        return None
-    depth, position = 0, start
-    while position < limit:
-        character = text[position]
-        if character == "\\":
-            position += 1  # an escaped brace is a character of the answer
-        elif character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return position
-        position += 1
-    return None
-
-
-def _bare(response: str) -> str | None:
-    """The response itself, if it is only a number or a formula."""
-    text = response[: MAX_ANSWER_LENGTH + 1].strip()
-    inner = unwrapped(text)
-    return inner if inner != text or _NUMBER.fullmatch(text) else None
+def _last_anchor(text: str) -> re.Match[str] | None:
+    return next(iter(deque(_ANCHOR.finditer(text), maxlen=1)), None)
 
 
 def _anchored(text: str) -> str | None:
-    """What follows the last "#### " or "answer is", to the end of the formula or sentence."""
-    anchors = list(_ANCHOR.finditer(text))
-    if not anchors:
+    """What the sentence with the last "#### " or "answer is" states."""
+    anchor = _last_anchor(text)
+    if anchor is None or _NEGATION.match(text, anchor.end()):
         return None
-    rest = text[anchors[-1].end() :]
-    for opening, closing in _MATHS:
-        if rest.startswith(opening):
-            end = rest.find(closing, len(opening))
-            return rest[len(opening) : end] if end >= 0 else None
-    sentence_end = _SENTENCE_END.search(rest)
-    return rest[: sentence_end.start()] if sentence_end else rest
+    rest = text[anchor.end() :].lstrip()[: 2 * MAX_ANSWER_LENGTH]
+    sentence = _sentence(rest)[:MAX_ANSWER_LENGTH].replace("**", " ").strip()
+    formulas = iter([unwrapped(formula) for formula in _FORMULA.findall(sentence)])
+    hidden = _FORMULA.sub(_HIDDEN, sentence.replace(_HIDDEN, ""))
+    aside = next((a for a in _ASIDE.finditer(hidden) if _VALUE.search(hidden[: a.start()])), None)
+    stated = hidden[: aside.start()] if aside else hidden
+    if not anchor.group().startswith("#") and (verb := _LAST_VERB.match(stated)):
+        stated = stated[verb.end() :]
+        for _ in range(verb.group().count(_HIDDEN)):
+            next(formulas)
+    if _NEGATION.match(stated):
+        return None
+    shown = "".join(next(formulas) if part == _HIDDEN else part for part in stated)
+    return shown.strip().rstrip(".").strip()
+
+
+def _sentence(text: str) -> str:
+    """The text up to the first end of a sentence that is in no formula."""
+    position = 0
+    while end := _SENTENCE_END.search(text, position):
+        formula = _FORMULA.search(text, position)
+        if formula is None or formula.start() >= end.start():
+            return text[: end.start()]
+        position = formula.end()
+    return text
+
+
+def _bare(response: str, *, formulas: bool) -> str | None:
+    """The response itself, if it is only a number, formulas, or a short text with one formula."""
+    text = response[: MAX_ANSWER_LENGTH + 1].strip()
+    if _NUMBER.fullmatch(text):
+        return text
+    inner = unwrapped(text)
+    if inner != text:
+        return inner
+    if not formulas:
+        return None
+    if len(text) <= _LONGEST_BARE_FORMULA and _is_formula(text):
+        return text
+    found = _FORMULA.findall(text)
+    around = _FORMULA.sub(" ", text)
+    if found and _LIST_OF_FORMULAS.fullmatch(around):
+        return _FORMULA.sub(lambda match: unwrapped(match.group()), text).rstrip(".")
+    is_short = len(text) <= _LONGEST_BARE_TEXT and not re.search(r"[\d$\\]", around)
+    if len(found) == 1 and is_short and not _DENIAL.search(around):
+        return unwrapped(found[0])
+    return None
+
+
+def _is_formula(text: str) -> bool:
+    """Whether a text has no words but units, and something that has a value."""
+    plain = _COMMAND.sub(" ", text)
+    words = re.findall(r"[a-zA-Z]{2,}", plain)
+    if _BOX in text:
+        return False
+    is_one_line = "\n" not in text and not _SENTENCE_END.search(text)
+    return is_one_line and all(map(is_unit, words)) and bool(re.search(r"\d|\\[a-zA-Z]", text))

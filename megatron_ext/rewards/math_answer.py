@@ -7,6 +7,7 @@ Invariant: every answer, also `9^{9^{9^9}}`, ends in a verdict within the limits
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import queue
@@ -23,6 +24,8 @@ from pathlib import Path
 from megatron_ext.rewards.base import Verdict
 from megatron_ext.rewards.config import RewardConfig
 from megatron_ext.rewards.final_answer import MAX_ANSWER_LENGTH, final_answer, unwrapped
+from megatron_ext.rewards.formula.nodes import BrokenFormula, UnknownFormula
+from megatron_ext.rewards.formula.reading import read
 
 START_SECONDS = 120
 """Within which a worker must have imported sympy."""
@@ -51,15 +54,12 @@ class MathVerifier:
         """1 where the answer that the response states (see `final_answer`) equals `answer`.
 
         Raises:
-            ValueError: `answer` is empty, or longer than any answer of a response may be.
+            ValueError: `answer` is no answer; see `known_answer_problem`.
             RuntimeError: no worker can be started.
         """
+        if (problem := known_answer_problem(answer)) is not None:
+            raise ValueError(f"the answer {answer[:80]!r} {problem}")
         gold = unwrapped(answer)
-        if not 0 < len(gold) <= MAX_ANSWER_LENGTH:
-            raise ValueError(
-                f"the answer {answer[:80]!r} has {len(gold)} characters: the verifier math needs "
-                f"1 to {MAX_ANSWER_LENGTH}."
-            )
         stated = final_answer(response)
         if stated is None:
             return Verdict(reward=0.0)
@@ -180,6 +180,21 @@ class _Worker:
         except BrokenPipeError:
             return None
         return json.loads(reply)
+
+
+@functools.lru_cache(maxsize=4096)
+def known_answer_problem(answer: str) -> str | None:
+    """Why a text cannot be the known answer of a task for `math`; None = it can."""
+    gold = unwrapped(answer)
+    if not 0 < len(gold) <= MAX_ANSWER_LENGTH:
+        return f"has {len(gold)} characters: the verifier math needs 1 to {MAX_ANSWER_LENGTH}."
+    try:
+        read(gold)
+    except BrokenFormula as error:
+        return f"cannot be read ({error}): write it as LaTeX, or use the verifier exact."
+    except UnknownFormula:
+        return None  # math-verify may know it; at least the same text is paid
+    return None
 
 
 def _settled_by_text(stated: str, gold: str) -> bool | None:

@@ -1,27 +1,25 @@
-r"""Whether two mathematical answers are equal, by math-verify, with what it gets wrong put right.
+r"""Whether two mathematical answers are equal: read by ourselves, else by math-verify.
 
-Put right before it reads an answer: thousands in thin spaces (`1\,234`), repeating decimals
-(`0.\overline{3}`), `1.5e3`, a full stop at the end.  After it: it rounds to six decimals, so to it
-all numbers under 5e-7 are equal; and it ignores a percent sign after 2, but not after 2.5.
+`formula/` reads whole answers and leaves nothing out.  math-verify is asked only about what that
+does not know (sums, integrals, limits, products of matrices, ...): it drops words, signs and units
+that it does not understand, so answers with words are never shown to it.
 Only the worker processes import this: sympy takes a second, and some inputs take for ever.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-import sympy
 from math_verify import parse, verify
 
-RELATIVE_TOLERANCE = 1e-6
-"""Between decimal fractions; what math-verify's six decimals are for numbers near one."""
+from megatron_ext.rewards.formula.nodes import BrokenFormula, Node, UnknownFormula
+from megatron_ext.rewards.formula.reading import read
+from megatron_ext.rewards.formula.sameness import same
+from megatron_ext.rewards.formula.spelling import spelled
+from megatron_ext.rewards.formula.tokens import tokens
 
-_THIN_SPACE = r"(?:\\[,;:! ]|~|,\\!|\{,\})"
-_THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_THIN_SPACE}\d{{3}})+(?!\d)")
-_EXPONENT = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)")
-_PERCENT = re.compile(r"\s*\\?%$")
-_REPEATING = re.compile(r"(?<![\w.])(\d{1,20})\.(\d{0,20})\\overline\s*\{(\d{1,20})\}")
+_COMMANDS = "sum prod int iint oint lim det max min gcd lcm partial nabla sup inf Re Im"
+_FOR_MATH_VERIFY = frozenset(_COMMANDS.split(" "))
 
 
 def are_equal(answer: str, *, gold: str) -> bool:
@@ -29,48 +27,65 @@ def are_equal(answer: str, *, gold: str) -> bool:
 
     May take any time and memory, or exhaust the stack: call it where that can be ended.
     """
-    texts = normalized(answer), normalized(gold)
-    if _same(*texts):
+    try:
+        given, expected = _read(answer), _read(gold)
+    except BrokenFormula:
+        return False
+    if given is not None and expected is not None:
+        if given.has("words") or expected.has("words"):
+            return _plain(answer) == _plain(gold)
+        verdict = same(given, expected)
+        if verdict is not None:
+            return verdict
+        return _is_for_math_verify(answer, gold, needs_command=False) and _same(answer, gold)
+    if _plain(answer) == _plain(gold):
         return True
-    bare = [_PERCENT.sub("", text) for text in texts]
-    return (bare[0] != texts[0]) != (bare[1] != texts[1]) and _same(*bare)
+    return _is_for_math_verify(answer, gold, needs_command=True) and _same(answer, gold)
 
 
-def normalized(answer: str) -> str:
-    """LaTeX that math-verify reads as it was meant."""
-    text = answer.strip().rstrip(".").strip()
-    text = _THOUSANDS.sub(lambda m: re.sub(_THIN_SPACE, "", m.group()), text)
-    text = _EXPONENT.sub(r"\1\\times 10^{\2}", text)
-    return _REPEATING.sub(_as_fraction, text)
+def _read(text: str) -> Node | None:
+    try:
+        return read(text)
+    except UnknownFormula:
+        return None
 
 
-def _as_fraction(match: re.Match[str]) -> str:
-    whole, fixed, repeating = match.groups()
-    numerator = int(whole + fixed + repeating) - int(whole + fixed)
-    return rf"\frac{{{numerator}}}{{{(10 ** len(repeating) - 1) * 10 ** len(fixed)}}}"
+def _plain(text: str) -> str:
+    """The letters, numbers and separators of a text, for the comparison of words."""
+    try:
+        found = tokens(spelled(text))
+    except UnknownFormula:
+        return re.sub(r"\s+", "", text)
+    parts = list[str]()
+    for before, token in zip([None, *found], found, strict=False):
+        if before is not None and before.kind == token.kind == "number":
+            parts.append("|")
+        parts.append("," if token.kind == "separator" else token.value)
+    plain = re.sub(r"[\s(){}.]", "", "".join(parts))
+    return plain if len(plain) == 1 else re.sub(",+", ",", plain).casefold()
+
+
+def _is_for_math_verify(*texts: str, needs_command: bool) -> bool:
+    commands = set[str]()
+    for text in texts:
+        try:
+            found = tokens(spelled(text))
+        except UnknownFormula:
+            return False
+        if any(token.kind in ("text", "base") for token in found):
+            return False
+        commands |= {token.value for token in found if token.kind == "command"}
+    return not needs_command or any(
+        c in _FOR_MATH_VERIFY or c.startswith("begin ") for c in commands
+    )
 
 
 def _same(answer: str, gold: str) -> bool:
     stated, expected = (
         # None is documented to mean "no time limit"; its annotation says int
-        parse(rf"\boxed{{{text}}}", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+        parse(rf"\boxed{{{spelled(text)}}}", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
         for text in (answer, gold)
     )
     if not expected or not stated:
         return False
-    same = verify(expected, stated, allow_set_relation_comp=True, timeout_seconds=None)
-    return same and not _differ_when_small(expected, stated)
-
-
-def _differ_when_small(expected: Sequence[object], stated: Sequence[object]) -> bool:
-    """Whether two numbers are equal to six decimals only because both are small."""
-    a, b = expected[0], stated[0]
-    if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr) or a == b:
-        return False
-    if a.free_symbols or b.free_symbols:
-        return False
-    x, y = (sympy.Abs(value.doit()).evalf(20) for value in (a, b))
-    if not (x.is_Float and y.is_Float) or max(x, y) > 1e-2:
-        return False
-    difference = sympy.Abs((a.doit() - b.doit()).evalf(20))
-    return bool(difference > RELATIVE_TOLERANCE * max(x, y))
+    return verify(expected, stated, allow_set_relation_comp=True, timeout_seconds=None)

@@ -79,8 +79,28 @@ def without(name):
         (without("answer"), "`answer` must be a text or a number"),
         ({**GOOD, "answer": True}, "`answer` must be a text or a number"),
         ({**GOOD, "answer": ""}, "`answer` is empty"),
-        ({**GOOD, "answer": "six"}, "`answer` 'six' holds no number for the verifier numeric"),
-        ({**GOOD, "answer": "1" * 2001, "verifier": "math"}, "`answer` has 2001 characters"),
+        (
+            {**GOOD, "answer": "six"},
+            "`answer` 'six' is not one number that the verifier numeric reads",
+        ),
+        ({**GOOD, "answer": "10^6"}, "`answer` '10^6' is not one number"),
+        ({**GOOD, "answer": "1e999"}, "`answer` '1e999' is not one number"),
+        (
+            {**GOOD, "answer": r"\frac{1}{", "verifier": "math"},
+            r"`answer` '\\frac{1}{' cannot be read (a brace is never",
+        ),
+        (
+            {**GOOD, "answer": r"\boxed{}", "verifier": "math"},
+            r"`answer` '\\boxed{}' cannot be read",
+        ),
+        (
+            {**GOOD, "answer": "$$", "verifier": "math"},
+            "`answer` '$$' cannot be read (it is empty)",
+        ),
+        (
+            {**GOOD, "answer": "1" * 2001, "verifier": "math"},
+            f"`answer` '{'1' * 40}' has 2001 characters",
+        ),
         (without("verifier"), "`verifier` is None: use exact, numeric, math"),
         ({**GOOD, "verifier": "maths"}, "`verifier` is 'maths': use exact, numeric, math"),
         ({**GOOD, "verifier": ["math"]}, "`verifier` is ['math']: use"),

@@ -112,7 +112,90 @@ WHERE_THE_ANSWER_IS = [
     ("", "42", 0),
 ]
 
+WRONG_ANSWERS = [
+    (r"\boxed{\frac{10^{30}+1}{10^{30}}}", r"\frac{1}{10^{30}}", 0),
+    (r"\boxed{1\text{ hour }20\text{ minutes}}", r"1\text{ hour }40\text{ minutes}", 0),
+    (r"\boxed{4\text{ red and }5\text{ blue}}", r"4\text{ red and }6\text{ blue}", 0),
+    (r"\boxed{2516_8}", "2516_9", 0),
+    (r"\boxed{2516_8}", "2516", 0),
+    (r"\boxed{2516_8}", "1358", 0),
+    (r"\boxed{2} \quad \text{and} \quad \boxed{3}", "3", 0),
+    (r"\boxed{2} \quad \text{and} \quad \boxed{3}", "2,3", 1),
+    ("The answer is $3$ or $4$.", "3", 0),
+    ("The answer is $3$ or $4$.", "4", 0),
+    ("The answer is $3$ or $4$.", "3, 4", 1),
+    (
+        r"\boxed{-\left(\frac{2}{5}, \frac{1}{2}\right)}",
+        r"\left(\frac{2}{5}, \frac{1}{2}\right)",
+        0,
+    ),
+    (
+        r"\boxed{-\left(\frac{2}{5}, \frac{1}{2}\right)}",
+        r"\left(-\frac{2}{5}, -\frac{1}{2}\right)",
+        1,
+    ),
+    (r"\boxed{-(1, 2)}", "2", 0),
+    (r"\boxed{\frac \pi4 - 2}", r"\frac \pi4 + 2", 0),
+    (r"\boxed{5 \text{, } 6}", "6", 0),
+    (r"\boxed{5\vee 6}", "6", 0),
+    (r"\boxed{4=5}", "5", 0),
+    (r"\boxed{x = 7 = 5}", "5", 0),
+    (r"\boxed{2+3=5}", "5", 1),
+    (r"\boxed{\neg 3}", "3", 0),
+    (r"\boxed{\{1,000\}}", r"\{0,1\}", 0),
+    (r"\boxed{\{1,2\}}", "(1,2)", 0),
+    ("The answer is not $5$.", "5", 0),
+    (r"\boxed{x=1, y=2}", "2, 1", 0),
+    (r"\boxed{x=1, y=2}", "1, 2", 1),
+    (r"\boxed{y=5}", "x=5", 0),
+    (r"\boxed{5\text{ inches}}", r"5\text{ cm}", 0),
+    (r"\boxed{2 3}", "6", 0),
+    (r"\boxed{x^1 0}", "x^{10}", 0),
+    (r"\boxed{5\text{ is wrong}}", "5", 0),
+    (r"\boxed{0.999999}", "1", 0),
+    (r"\boxed{1000.994}", "1000.99", 0),
+    (r"\boxed{\sqrt{2}+10^{-30}}", r"\sqrt{2}", 0),
+    (r"\boxed{(1,2),(3,4)}", "(2,1),(3,4)", 0),
+    (r"\boxed{9:00\text{ a.m.}}", r"9:00\text{ p.m.}", 0),
+    (r"\boxed{1 \approx 2}", "2", 0),
+    (r"\boxed{5>3}", "3", 0),
+    (r"\boxed{\sqrt{x^2}}", "x", 0),
+    (r"\boxed{\frac{1}{2006!}}", r"\frac{1}{2004!}", 0),
+    (r"\boxed{\sqrt{10^{100}+1}}", "10^{50}", 0),
+]
+"""What Math-Verify, or this verifier once, paid by mistake; and right answers beside it."""
+
+RIGHT_ANSWERS = [
+    ("**Answer**: 58", "58", 1),
+    ("**Final Answer:** **58**", "58", 1),
+    ("Final Answer: The largest $n$ is 34.", "34", 1),
+    ("The final answer is:\n\n$$\\frac{1}{2}$$", "0.5", 1),
+    (r"\boxed{\mathrm{e}^2}", "e^2", 1),
+    (r"\boxed{1+2\mathrm{i}}", "1+2i", 1),
+    (r"\boxed{\varnothing}", r"\emptyset", 1),
+    (r"\boxed{\sin 30^\circ}", "1/2", 1),
+    ("\\boxed{\u221a5}", r"\sqrt5", 1),
+    ("\\boxed{45\u00b0}", "45", 1),
+    (r"\boxed{\frac\pi4}", r"\frac{\pi}{4}", 1),
+    (r"\boxed{\sqrt\pi}", r"\sqrt{\pi}", 1),
+    (r"\boxed{2.314814814815\times 10^{-3}}", r"\frac{1}{432}", 1),
+    (r"\boxed{\frac{12}{5,525}}", r"\frac{12}{5,\!525}", 1),
+    ("\\boxed{\u00bd}", "0.5", 1),
+    ("\\boxed{x\u00b2}", "x^2", 1),
+    (r"\boxed{x>5 \text{ or } x<-5}", r"(-\infty,-5)\cup(5,\infty)", 1),
+    (r"\boxed{111111111}", r"111,\! 111,\! 111", 1),
+    (r"\boxed{\int_0^1 x^2 dx}", r"\frac{1}{3}", 1),
+    (r"\boxed{\int_0^1 x^2 dx}", r"\frac{1}{4}", 0),
+    (r"\boxed{n \in \mathbb{R}}", r"(-\infty,\infty)", 1),
+    (r"\boxed{2:4}", "1:2", 1),
+    (r"\boxed{12:30}", "24:60", 0),
+    (r"\boxed{\log 100}", "2", 1),
+    (r"\boxed{\log 2}", r"\ln 2", 1),
+]
+
 ALL = [
+    *WRONG_ANSWERS,
+    *RIGHT_ANSWERS,
     *CASES,
     *FRACTIONS_AND_ROOTS,
     *NUMBERS,
@@ -123,13 +206,23 @@ ALL = [
 ]
 
 ENDLESS = [
+    r"\sum_{k=1}^{10^9} k^{1/3}",
+    r"\prod_{k=1}^{10^9} (1+\frac{1}{k^2})",
+]
+"""Answers that math-verify works on for ever."""
+
+HUGE = [
     r"9^{9^{9^9}}",
     r"10^{10^{10}}",
+    r"10^{10^{10^{10}}}+x",
     "1000000000!",
-    r"\sum_{k=1}^{10^9} k^{1/3}",
+    r"\binom{10^9}{10^8}",
     r"(x+1)^{100000}",
+    r"e^{e^{e^{e^e}}}",
+    r"\sqrt[10^{-9}]{7}",
+    "+".join(["9^9"] * 300),
 ]
-"""Answers that no computer compares in any time."""
+"""Numbers that are not worked out."""
 
 STRANGE = [
     "(" * 900 + "1" + ")" * 900,

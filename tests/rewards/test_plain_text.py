@@ -44,6 +44,35 @@ def test_exact(response, right):
         ("no number", "0", 0),
         ("", "0", 0),
         ("9" * 41, "9", 0),
+        ("#### \u22125", "5", 0),
+        ("#### \u22125", "-5", 1),
+        (r"\boxed{\frac{3}{4}}", "3", 0),
+        (r"\boxed{\frac{3}{4}}", "0.75", 1),
+        (r"\boxed{1\frac{1}{2}}", "1.5", 1),
+        (r"\boxed{-\frac{1}{2}}", "0.5", 0),
+        (r"\boxed{70\,000}", "70", 0),
+        (r"\boxed{70\,000}", "70000", 1),
+        ("The answer is 5 + 7 = 12.", "12", 1),
+        ("The answer is 5 + 7 = 12.", "5", 0),
+        ("The answer is 4 = 5.", "5", 0),
+        ("#### 18 or 19 or 20", "18", 0),
+        ("#### 18 or 19 or 20", "20", 0),
+        ("the answer is between 5 and 7", "5", 0),
+        ("The answer is not 5. We get 7.", "5", 0),
+        ("The answer is not 5. We get 7.", "7", 1),
+        ("The answer is 5. No, the answer is not 5.", "5", 0),
+        ("#### 42\n" + "x" * 8500, "42", 1),
+        ("#### 42\n" + "1 " * 4250, "42", 1),
+        ("#### 42 " + "so " * 3000, "42", 1),
+        ("The answer is $5.", "5", 1),
+        (r"\boxed{2^{10}}", "2", 0),
+        (r"\boxed{5\sqrt{2}}", "5", 0),
+        (r"\boxed{3x}", "3", 0),
+        (r"\boxed{5\text{ cm}^2}", "5", 1),
+        (r"\boxed{3\times 10^{8}}", "300000000", 1),
+        ("it is 2^10", "10", 0),
+        ("#### 1.234.567", "1.234", 0),
+        ("#### 60 km/h", "60", 1),
     ],
 )
 def test_numeric(response, answer, right):
@@ -52,7 +81,7 @@ def test_numeric(response, answer, right):
 
 @given(st.fractions(-(10**9), 10**9, max_denominator=999), st.text("ab .,", max_size=9))
 def test_any_fraction_is_read_as_it_was_written(value, before):
-    assert read_number(f"{before} {value}") == value
+    assert read_number(str(value)) == value
     assert numeric(f"{before} {value}", answer=str(value)).reward == 1
 
 
@@ -74,9 +103,17 @@ def test_long_texts_take_no_time():
     assert time.process_time() - started < 2
 
 
-def test_an_answer_without_a_number_is_an_error():
-    with pytest.raises(ValueError, match="holds no number: use the verifier exact or math"):
-        numeric("7", answer="seven")
+@pytest.mark.parametrize(
+    "answer", ["seven", r"\frac{1}{2}", "10^6", "1e999", "18 or 19", "5 cm", "1/0", "9" * 41]
+)
+def test_a_known_answer_that_is_not_one_number_is_an_error(answer):
+    with pytest.raises(ValueError, match="is not one number that the verifier numeric reads"):
+        numeric("7", answer=answer)
+
+
+@pytest.mark.parametrize("answer", ["1,234", "1{,}234", r"1\,234", "$1,234.00", "1234%", "2468/2"])
+def test_known_answers_that_are_numbers(answer):
+    assert read_number(answer) == 1234
 
 
 def test_verifiers_by_name():

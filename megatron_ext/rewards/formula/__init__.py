@@ -1,0 +1,1 @@
+"""Reading mathematical answers: spelling -> tokens -> nodes -> values -> sameness."""
