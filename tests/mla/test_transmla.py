@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import reduce
+from typing import Any
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def test_a_second_pass_that_is_missing_or_does_not_fit_is_said():
 
 @pytest.mark.parametrize("strategy", ["2-norm", "residual"])
 @pytest.mark.parametrize("method", ["best", "whitened", "paper-joint"])
-def test_the_other_methods_know_nothing_of_it(method: str, strategy: str, monkeypatch):
+def test_the_other_methods_know_nothing_of_it(method, strategy, monkeypatch):
     """Bit-equal with the second pass's sums at hand, and with no channels of plain keys."""
     layer, x_TD = Stack("gqa").layers[0], Stack("gqa").hidden_STD[0]
     statistics = sequence_statistics(layer, x_TD, keep=True)
@@ -145,7 +146,7 @@ def test_the_other_methods_know_nothing_of_it(method: str, strategy: str, monkey
     config = preset(method, rope_pairs=3, rope_stride=2, **options)
     assert (config.recalibrate, config.ridge_on) == (False, "inputs")
 
-    def weights(**more: LayerStatistics) -> dict[str, object]:
+    def weights(**more: LayerStatistics) -> dict[str, Any]:
         found, _ = convert_layer(layer, config=config, rank=RANK, statistics=statistics, **more)
         return vars(found)
 
