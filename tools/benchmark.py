@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 BENCHMARKS = {
+    "checkpoints": "checksums of files against writing and loading them",
     "cpu-mode": "a training step in CPU mode against the same modules without it",
     "episodes": "many episodes of the built-in tasks: time and memory",
     "grpo": "a GRPO step against TRL's GRPOTrainer",

@@ -25,6 +25,7 @@ def transformers_logprobs(path: Path, tokens_BS: Tensor) -> Tensor:
             dtype=torch.float32,
             attn_implementation="eager",
             local_files_only=True,
+            trust_remote_code=False,  # unset, transformers asks on stdin
         )
     except (OSError, KeyError, ImportError) as error:
         raise ValueError(f"transformers cannot load {path}: {error}") from error
