@@ -21,6 +21,7 @@ from megatron_ext.options.ranges import in_range
 from megatron_ext.report.whole_file import check_writable
 
 BENCHMARKS = {
+    "checkpoints": "checksums of files against writing and loading them",
     "cpu-mode": "a training step in CPU mode against the same modules without it",
     "episodes": "many episodes of the built-in tasks: time and memory",
     "graders": "the verifiers on thousands of right and wrong answers",

@@ -28,7 +28,7 @@ def transformers_logprobs(path: Path, tokens_BS: Tensor) -> Tensor:
             dtype=torch.float32,
             attn_implementation="eager",
             local_files_only=True,
-            trust_remote_code=False,
+            trust_remote_code=False,  # unset, transformers asks on stdin
             use_safetensors=True,
         )
     except (OSError, ValueError, LookupError, ImportError, RecursionError) as error:

@@ -18,13 +18,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from megatron.core.safe_globals import SAFE_GLOBALS
-from torch.distributed.checkpoint import FileSystemReader
+from megatron.core.safe_globals import SAFE_GLOBALS, _reconstruct
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint import planner as dcp_planner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
@@ -57,7 +56,7 @@ _METADATA_NAMES = {(kind.__module__, kind.__qualname__): kind for kind in _METAD
 }
 _KNOWN_TYPES = [
     *SAFE_GLOBALS,
-    (np._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),  # numpy 1's name
+    (_reconstruct, "numpy.core.multiarray._reconstruct"),  # numpy 1's name
 ]
 """Megatron's list of what is saved beside tensors: arguments, their enums, arrays of random states.
 
@@ -150,8 +149,9 @@ class KnownTypesReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """See `read_metadata` of this file."""
         metadata = read_metadata(Path(self.path))
-        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        storage = getattr(metadata, "storage_meta", None) or StorageMeta()
+        storage.load_id = self.load_id
+        metadata.storage_meta = storage
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

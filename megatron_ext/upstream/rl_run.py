@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from megatron_ext.environments.arithmetic import MAX_CONTEXT
 from megatron_ext.environments.arithmetic_tasks import TOKENIZER
@@ -67,9 +70,13 @@ def _codec(options: Options) -> ModelCodec | None:
 
 
 def tasks_id(options: Options) -> str:
-    """What a resumed run knows its tasks by."""
+    """What a resumed run knows its tasks by; of a file, also its contents."""
     tasks = options.environments
-    return f"tasks {tasks.tasks}, seed {tasks.task_seed}, groups of {options.loop.group_size}"
+    path = Path(tasks.tasks.removeprefix("gsm8k:"))
+    is_read = path.is_file() and os.access(path, os.R_OK)  # else `open_tasks` says why not
+    contents = f", contents {zlib.crc32(path.read_bytes()):08x}" if is_read else ""
+    named = f"tasks {tasks.tasks}, seed {tasks.task_seed}, groups of {options.loop.group_size}"
+    return named + contents
 
 
 def episode_limits(options: Options) -> EpisodeLimits:

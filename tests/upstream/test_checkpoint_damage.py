@@ -115,6 +115,7 @@ def damaged_runs(plain: Path, root: Path, steps: list[int], *, checksums: bool) 
     return runs
 
 
+@pytest.mark.slow
 def test_R5_the_newest_intact_step_is_taken(ranks: RankPool, plain: Path, tmp_path: Path):
     runs = damaged_runs(plain, tmp_path, [2], checksums=True)
     [found] = ranks(1).run(resumed, jobs.flags_of(plain, *TWO_STEPS), runs, {})
@@ -125,6 +126,7 @@ def test_R5_the_newest_intact_step_is_taken(ranks: RankPool, plain: Path, tmp_pa
         assert "iter_0000001 is taken" in text or "the newest, of step 1, is taken" in text
 
 
+@pytest.mark.slow
 def test_R5_a_named_step_or_nothing_intact_is_one_message(
     ranks: RankPool, plain: Path, tmp_path: Path
 ):
@@ -157,6 +159,7 @@ def test_R5_what_megatron_saved_is_looked_at_without_checksums(
     assert [found[case][0] for case in some] == [2, 1]
 
 
+@pytest.mark.slow
 def test_checksums_name_every_file(plain: Path):
     folder = folder_of(plain / "saved", 2)
     records = read_checksums(folder)
@@ -193,6 +196,7 @@ def save_apart(flags: list[str], roots: list[Path]) -> tuple[str, str]:
         return texts[0], texts[1]
 
 
+@pytest.mark.slow
 def test_R1_two_hosts_with_different_disks(ranks: RankPool, tmp_path: Path):
     """Nothing is published, and the message says which rank wrote what where."""
     roots = [tmp_path / "here", tmp_path / "there"]
