@@ -33,7 +33,7 @@ def refused(path: Path) -> str:
 
 
 def output_of_transformers(folder: Path) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.get_output_embeddings().weight.detach()
 
 
