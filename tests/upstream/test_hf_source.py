@@ -116,13 +116,14 @@ def test_the_way_back_without_the_kept_folder(tmp_path: Path):
 
 def save_a_run(start: list[str], target: Path) -> dict[str, Any]:
     """What the checkpoint of a run carries, whatever it began with."""
-    flags = "--seq-length 16 --train-iters 1 --lr 1 --global-batch-size 1".split()
+    flags = ["--seq-length", "16", "--train-iters", "1", "--lr", "1", "--global-batch-size", "1"]
     with device_mode():
         options, layout, model, _ = build([*flags, *NULL, *start, "--save", str(target)])
         save(options.megatron, model, layout, progress=Progress(step=1, consumed_samples=1))
     return dict(read_record(target / "iter_0000001") or {})
 
 
+@pytest.mark.slow
 def test_runs_hand_it_on(ranks: RankPool, tmp_path: Path):
     """N9: from a checkpoint to the run that starts with it, to the next, and to a resumed one."""
     config = CONFIG | WINDOW | {"vocab_size": 300, "eos_token_id": 7}
