@@ -75,7 +75,7 @@ def check_others(fields: Fields, *, is_latent: bool) -> list[str]:
 
 def _check_layer_types(fields: Fields, value: Any) -> None:
     kinds = value if isinstance(value, list) else [value]
-    wrong = [str(kind) for kind in kinds if kind is not None and kind not in _LAYER_TYPES]
+    wrong = [str(kind) for kind in kinds if kind is not None and str(kind) not in _LAYER_TYPES]
     if wrong:
         fields.problem(f"layer_types has {wrong[0]!r}: only full attention is built.")
 

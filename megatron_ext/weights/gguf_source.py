@@ -164,7 +164,7 @@ def _part_problems(
     readers: Sequence[GGUFReader], paths: Sequence[Path], metadata: Mapping[str, Any]
 ) -> list[str]:
     """Why the files are not the parts of one model."""
-    count = int(metadata.get("split.count") or 1)
+    count = metadata.get("split.count", 0) or 1
     if count != len(readers):
         return [
             f"{paths[0].name} is one of {count} parts of a model, and {len(readers)} have names "
@@ -175,8 +175,10 @@ def _part_problems(
     problems = []
     for number, (reader, path) in enumerate(zip(readers, paths, strict=True)):
         field = reader.fields.get("split.no")
-        if field is not None and int(field.contents()) != number:
-            problems.append(f"{path.name} is part {int(field.contents()) + 1}. Rename the parts.")
+        if field is not None and field.contents() != number:
+            problems.append(
+                f"{path.name} has split.no {field.contents()}, not {number}. Rename the parts."
+            )
     names = [tensor.name for reader in readers for tensor in reader.tensors]
     total = metadata.get("split.tensors.count")
     if (total is not None and len(names) != total) or len(names) != len(set(names)):

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from megatron_ext.data.hugging_face import load_tokenizer
 from megatron_ext.upstream.checkpoint_folder import newest
 from tests.ranks import RankPool
 from tests.weights.folders import CONFIG as LLAMA
@@ -193,8 +194,7 @@ def test_refusals_are_this_tools(
 def test_gguf_to_hugging_face_in_one_step(tmp_path: Path):
     """R14: config.json, weights, tokenizer and stop ids; transformers reads the folder."""
     gguf = tmp_path / "tiny.gguf"
-    ids = {f"tokenizer.ggml.{name}_token_id": id for name, id in [("eos", 58), ("eot", 59)]}
-    values = write_gguf(gguf, random_tensors(CONFIG), metadata=ids)
+    values = write_gguf(gguf, random_tensors(CONFIG), has_tokenizer=True)
     status, out, errors = call(gguf, tmp_path / "hf", "--to", "hf", "--peak")
     assert status == 0 and "peak memory" in out, errors
     back = load_file(tmp_path / "hf" / "model.safetensors")
@@ -203,9 +203,11 @@ def test_gguf_to_hugging_face_in_one_step(tmp_path: Path):
     config = AutoConfig.from_pretrained(
         tmp_path / "hf", trust_remote_code=False, local_files_only=True
     )
-    assert (config.hidden_size, config.eos_token_id) == (32, [58, 59])
+    assert (config.hidden_size, config.eos_token_id) == (32, [2, 92])
     generation = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == [58, 59]
+    assert generation["eos_token_id"] == [2, 92]
+    ours, theirs = (load_tokenizer(path)("ab a").input_ids for path in (tmp_path / "hf", gguf))
+    assert ours == theirs == [1, 90, 65, 90]
 
 
 def test_hugging_face_again_as_plain_safetensors(tmp_path: Path):

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from megatron_ext.options.ranges import BadOptions
+from megatron_ext.upstream.checkpoint import Progress, save
 from megatron_ext.upstream.convert import to_megatron
 from megatron_ext.upstream.convert_hf import to_hf
 from megatron_ext.upstream.convert_target import HF_FOLDER
 from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.evaluate import parse_for_evaluation
 from megatron_ext.upstream.generate import usual_context
-from megatron_ext.upstream.hf_source import stop_ids_of_record, tokenizer_folder
+from megatron_ext.upstream.hf_source import read_record, stop_ids_of_record, tokenizer_folder
+from tests.ranks import RankPool
+from tests.upstream.jobs import build
 from tests.weights.folders import CONFIG, write_folder
 from tests.weights.tiny_models import BASE, LATENT, YARN
 
@@ -109,3 +112,26 @@ def test_the_way_back_without_the_kept_folder(tmp_path: Path):
     to_hf(tmp_path / "megatron", tmp_path / "back").run(lambda _: None)
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (back["model_type"], back["sliding_window"]) == ("mistral", 16)
+
+
+def save_a_run(start: list[str], target: Path) -> dict[str, Any]:
+    """What the checkpoint of a run carries, whatever it began with."""
+    flags = ["--seq-length", "16", "--train-iters", "1", "--lr", "1", "--global-batch-size", "1"]
+    with device_mode():
+        options, layout, model, _ = build([*flags, *NULL, *start, "--save", str(target)])
+        save(options.megatron, model, layout, progress=Progress(step=1, consumed_samples=1))
+    return dict(read_record(target / "iter_0000001") or {})
+
+
+@pytest.mark.slow
+def test_runs_hand_it_on(ranks: RankPool, tmp_path: Path):
+    """N9: from a checkpoint to the run that starts with it, to the next, and to a resumed one."""
+    config = CONFIG | WINDOW | {"vocab_size": 300, "eos_token_id": 7}
+    write_folder(tmp_path / "hf", config=config)
+    first, second = tmp_path / "first", tmp_path / "second"
+    record = {"config": config, "stop_ids": [7]}
+    assert ranks(1).run(save_a_run, ["--hf-model", str(tmp_path / "hf")], first) == [record]
+    assert ranks(1).run(save_a_run, ["--load", str(first), "--finetune"], second) == [record]
+    words = ["--load", str(second), "--save", str(second)]
+    assert "sliding_window 16" in refused(words, seq_length=17)
+    assert parse_for_evaluation([*words, *NULL], seq_length=16).megatron.hf_record == record

@@ -60,9 +60,10 @@ def asked_for(file: str) -> frozenset[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_config(node.value) and id(node) not in called:
             found.add(node.attr)
-        is_getattr = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr"
-        if is_getattr and is_config(node.args[0]) and isinstance(node.args[1], ast.Constant):
-            found.add(str(node.args[1].value))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+            config, name = node.args[:2]
+            if is_config(config) and isinstance(name, ast.Constant):
+                found.add(str(name.value))
     return frozenset(found - CLASS_ATTRIBUTES)
 
 

@@ -64,6 +64,20 @@ def llama_cpp_rows(values: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """96 tokens of a sentencepiece model: a few bytes, letters, and a token that ends a turn."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(60)), "\u2581"]
+    tokens += [*(chr(97 + i) for i in range(26)), "\u2581a", "ab", "<|eot_id|>", "x", "y", "z"]
+    kinds = [2, 3, 3, *[6] * 60, *[1] * (len(tokens) - 63)]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(rank) for rank in range(len(tokens))])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+
+
 def write_gguf(
     path: Path,
     tensors: dict[str, Tensor],
@@ -72,12 +86,15 @@ def write_gguf(
     rope_factors: np.ndarray | None = None,
     metadata: dict[str, Any] | None = None,
     tensors_in_a_part: int = 0,
+    has_tokenizer: bool = False,
 ) -> dict[str, Tensor]:
     """Write matrices as Q8_0; what they are after dequantisation.  metadata: more of it."""
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_in_a_part)
     for key, value in (metadata or {}).items():
         kinds = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
         kinds.get(type(value), writer.add_float32)(key, value)
+    if has_tokenizer:
+        add_tokenizer(writer)
     writer.add_block_count(2)
     writer.add_context_length(64)
     writer.add_embedding_length(32)
@@ -303,4 +320,4 @@ def test_a_divided_model_is_read_whole(tmp_path: Path):
     assert f"{parts[1]}: missing of the 3 parts of this model" in text
     assert "other.gguf is one of 3 parts" in refused(tmp_path / "other.gguf")
     (tmp_path / parts[1]).write_bytes((tmp_path / parts[2]).read_bytes())
-    assert f"{parts[1]} is part 3" in refused(tmp_path / parts[0])
+    assert f"{parts[1]} has split.no 2, not 1" in refused(tmp_path / parts[0])

@@ -33,7 +33,7 @@ def refused(path: Path) -> str:
 
 
 def output_of_transformers(folder: Path) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True
     )
     return model.get_output_embeddings().weight.detach()
