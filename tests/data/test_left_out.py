@@ -45,7 +45,7 @@ def encode(template: str, **message: Any) -> str:
     messages = [{"role": "user", "content": "1+1? add add"}, {"role": "assistant"} | message]
     core = byte_tokenizer(template=template)
     [sample] = samples_of(Chat(messages=messages), HuggingFaceTokenizer(core))
-    return core.decode(sample.tokens[sample.mask].tolist())
+    return str(core.decode(sample.tokens[sample.mask].tolist()))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import socket
 import sys
 from pathlib import Path
@@ -13,6 +14,16 @@ import pytest
 
 from megatron_ext.data.hugging_face import load_tokenizer
 from tests.data.hostile import AUTO_MAPS, add_program, edit_tokenizer, tokenizer_folder
+
+
+class Program:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._mark,)
 
 
 @pytest.fixture
@@ -57,6 +68,21 @@ def test_n7_a_model_with_code_is_refused_unasked(tmp_path: Path, agreeing) -> No
     with pytest.raises(ValueError, match="transformers cannot load"):
         transformers_logprobs(tmp_path, torch.zeros(1, 2, dtype=torch.int64))
     assert not (tmp_path / "ran").exists() and agreeing.tell() == 0
+
+
+@pytest.mark.slow
+def test_n7_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    """CASES N7: nothing that could run code is unpickled for the comparison with transformers."""
+    import torch
+
+    from megatron_ext.evaluation.transformers_model import transformers_logprobs
+
+    sizes = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes))
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Program(tmp_path / "ran")))
+    with pytest.raises(ValueError, match=r"transformers cannot load .* no file named model\.safet"):
+        transformers_logprobs(tmp_path, torch.zeros(1, 2, dtype=torch.int64))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_n7_nothing_is_looked_for_elsewhere(tmp_path: Path, monkeypatch) -> None:
