@@ -118,6 +118,7 @@ WRONG_ANSWERS = [
     (r"\boxed{4\text{ red and }5\text{ blue}}", r"4\text{ red and }6\text{ blue}", 0),
     (r"\boxed{2516_8}", "2516_9", 0),
     (r"\boxed{2516_8}", "2516", 0),
+    (r"\boxed{26E2 _{16}}", "26E2_{16}", 1),
     (r"\boxed{2516_8}", "1358", 0),
     (r"\boxed{2} \quad \text{and} \quad \boxed{3}", "3", 0),
     (r"\boxed{2} \quad \text{and} \quad \boxed{3}", "2,3", 1),

@@ -48,7 +48,7 @@ _ROOT_DEGREE = {"√": "", "∛": "[3]", "∜": "[4]"}
 _GAP = r"(?:\s?\{\s?,\s?\}(?:\\[,!])?\s?|,\s?\\!\s?|\\[,;:! ]\s?|~| )"
 _THOUSANDS = re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{_GAP}\d{{3}})+(?![\d/])")
 _ENDS_IN_GAP = re.compile(r"\\[,;:!] ?|[{},~ ]|\\ ")
-_EXPONENT = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w)")
+_EXPONENT = re.compile(r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?!\w|\s*\)?\s*_)")
 _REPEATING = re.compile(
     r"(?<![\w.])(\d{1,20})?\.(\d{0,20})\\(?:overline|bar)\s*(?:\{(\d{1,20})\}|(\d))"
 )
