@@ -179,6 +179,8 @@ def _without_te(args: Namespace, machine: Machine) -> list[str]:
         )
     if args.window_size is not None:
         found.append("--window-size needs the attention of Transformer Engine: drop it.")
+    if args.te_precision_config_file:
+        found.append("--te-precision-config-file needs Transformer Engine: drop it.")
     if args.moe_latent_size is not None:
         found.append("--moe-latent-size needs Transformer Engine: drop it.")
     if args.softmax_type != "vanilla":

@@ -95,7 +95,8 @@ def test_all_mismatches_come_at_once(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_demonstrations_have_the_vocabulary_of_the_tasks(tmp_path: Path) -> None:
-    options = parse([*MODEL, "--train-data", "arithmetic-demonstrations"])
+    rows = ["--seq-length", "160", "--max-position-embeddings", "160"]
+    options = parse([*MODEL, *rows, "--train-data", "arithmetic-demonstrations"])
     assert options.megatron.vocab_size == TOKENIZER.size
     file = tmp_path / "t.jsonl"
     file.write_text(json.dumps({"text": "abc"}))

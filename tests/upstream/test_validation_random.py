@@ -20,9 +20,15 @@ from tests.ranks import RankPool
 from tests.upstream.cpu_runs import SMALL
 
 sizes = st.integers(-1, 9)
+NUMBERS = st.sampled_from(["0", "-1", "nan", "inf", "-inf", "1e308", "1e-320", "0.5", str(10**20)])
 ODD_LINES = st.fixed_dictionaries(
     {},
     optional={
+        "lr": NUMBERS,
+        "seed": NUMBERS,
+        "adam-eps": NUMBERS,
+        "rotary-base": NUMBERS,
+        "rollout-temperature": NUMBERS,
         "tensor-model-parallel-size": sizes,
         "pipeline-model-parallel-size": sizes,
         "expert-model-parallel-size": sizes,
