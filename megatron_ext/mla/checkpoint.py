@@ -132,6 +132,15 @@ class CheckpointConversion:
         return None if self.recalibrated is None else self.recalibrated.layer(layer)
 
     @property
+    def _text(self) -> list[Any] | None:
+        """What the second pass reads; None without one."""
+        config = self.config
+        if not config.recalibrate:
+            return None
+        texts = [_digest(Path(path)) for path in config.calibration_data]
+        return [*texts, config.calibration_tokens, config.calibration_context]
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Everything that decides the values of converted layers."""
         tensors = {n: [*i.shape, str(i.dtype)] for n, i in self.source.source.tensors.items()}
@@ -141,6 +150,7 @@ class CheckpointConversion:
             "tensors": hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest(),
             "options": {n: v for n, v in asdict(self.config).items() if "calibration" not in n},
             "statistics": used,
+            "text": self._text,
             "dtype": str(self.dtype),
         }
 

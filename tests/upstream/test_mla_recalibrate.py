@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,17 @@ def test_a_second_pass_goes_on_where_it_stopped(ranks: RankPool, inputs: Path, t
     made = sums.stat().st_mtime_ns
     ranks(1).run(second_pass, inputs, tmp_path / "stopped", "")
     assert sums.stat().st_mtime_ns == made  # and the text does not run again
+
+
+def test_layers_of_another_text_are_never_taken(inputs: Path, tmp_path: Path):
+    begin(conversion(inputs, tmp_path / "out"))
+    begin(conversion(inputs, tmp_path / "out"))
+    path = tmp_path / "other.txt"
+    path.write_text((inputs / "text.txt").read_text()[::-1])
+    other = conversion(inputs, tmp_path / "out")
+    config = replace(other.config, calibration_data=[str(path)])
+    with pytest.raises(ValueError, match="has layers of another conversion"):
+        begin(replace(other, config=config))
 
 
 def convert(inputs: Path, target: Path, flags: str) -> list[int]:
