@@ -48,6 +48,11 @@ class StoppableGenerator:
         self._generator = generator
         self._stop = stop
 
+    @property
+    def vocab_size(self) -> int:
+        """See `TokenGenerator`."""
+        return self._generator.vocab_size
+
     def submit(self, request: Request, *, keep: bool = False) -> int:
         """See `TokenGenerator`."""
         return self._generator.submit(request, keep=keep)

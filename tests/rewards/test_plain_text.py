@@ -122,17 +122,3 @@ def test_verifiers_by_name():
         assert verify("exact", "a", answer="a") == Verdict(reward=1.0, answer="a")
         assert verify("numeric", "so 7.0", answer="7").reward == 1
         assert verify("math", r"\boxed{x}", answer="x").reward == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({}, None),
-        ({"math_workers": 0}, "--math-workers 0 leaves"),
-        ({"math_time_limit": float("nan")}, "--math-time-limit nan leaves"),
-        ({"math_memory_limit": -1}, "--math-memory-limit -1 leaves"),
-    ],
-)
-def test_options(options, problem):
-    found = RewardConfig(**options).problems()
-    assert [p[: len(problem)] for p in found] == [problem] if problem else found == []

@@ -42,7 +42,7 @@ def parse(flags: Sequence[str], checkpoint: Checkpoint, changed: Mapping[str, An
     for name, value in (values | dict(changed)).items():
         setattr(args, name, value)
     arguments._fill_in(args)
-    problems = arguments._megatron_problems(args, parser)
+    problems = arguments.megatron_problems(args, parser)
     assert not problems, problems
     return args
 

@@ -20,7 +20,7 @@ from megatron_ext.upstream.checkpoint_folder import newest
 from tests.ranks import RankPool
 from tests.weights.folders import CONFIG as LLAMA
 from tests.weights.folders import random_tensors, write_folder
-from tests.weights.test_gguf_source import CONFIG, write_gguf
+from tests.weights.gguf_files import CONFIG, write_gguf
 from tests.weights.tiny_models import BASE, MODELS, save
 from tools import convert_checkpoint
 
