@@ -55,7 +55,7 @@ def train(options: Options, layout: Layout) -> None:
     try:
         data, valid = read_data(options, layout)
         stepper, start = open_model(options, layout, samples_id=data.identity)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         logging.getLogger(__name__).debug("refused", exc_info=True)
         build_parser().refuse([str(error)])
     order = SampleOrder(num_samples=len(data.samples), seed=args.seed)
@@ -84,7 +84,7 @@ def reinforce(options: Options, layout: Layout) -> None:
             learner = MegatronLearner(options, stepper, is_new=start.step == 0)
             recorder = open_recorder(options, layout, start=start)
             loop = open_loop(options, learner, verify=verify, resume_step=start.step or None)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             logging.getLogger(__name__).debug("refused", exc_info=True)
             build_parser().refuse([str(error)])
         with recorder:
