@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> dict[str, object]:
-    """Seconds per GB of writing, loading, checksums and --verify-integrity's hashes."""
+    """Seconds and CPU seconds per GB: writing, loading, checksums, --verify-integrity's hashes."""
     values = torch.rand(options.megabytes * 250_000)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "shard"
