@@ -22,7 +22,7 @@ from megatron_ext.upstream.hf_flags import checkpoint_values
 from megatron_ext.weights.architecture import Architecture
 from megatron_ext.weights.checks import open_checkpoint
 from megatron_ext.weights.families import architecture_of
-from megatron_ext.weights.stop_ids import stop_ids_of
+from megatron_ext.weights.stop_ids import ids_in, stop_ids_of
 
 RECORD = "hf_record"
 """The argument, no flag, that checkpoints carry it in."""
@@ -138,11 +138,14 @@ def of_record(kept: Mapping[str, Any], *, flag: str) -> Described:
 
 
 def _of_hf_model(args: Namespace) -> Described:
-    checkpoint = open_checkpoint(Path(args.hf_model), drop_mtp=args.drop_mtp_layers)
+    path = Path(args.hf_model)
+    checkpoint = open_checkpoint(path, drop_mtp=args.drop_mtp_layers)
+    is_gguf = path.suffix == ".gguf"  # whose tokens take seconds to read
+    ids = ids_in(checkpoint.config, file=path) if is_gguf else stop_ids_of(path)
     return Described(
         flag=f"--hf-model {args.hf_model}",
         config=checkpoint.config,
-        stop_ids=tuple(sorted(stop_ids_of(Path(args.hf_model)))),
+        stop_ids=tuple(sorted(ids)),
         architecture=checkpoint.architecture,
         notes=checkpoint.notes,
     )

@@ -177,7 +177,7 @@ def refused_by(config: dict[str, Any], *words: object, root: Path) -> str:
         ({"attention_dropout": 1.5}, "attention_dropout is 1.5, not a number from 0 to 1"),
     ],
 )
-@pytest.mark.parametrize("to_mla", [False, True])
+@pytest.mark.parametrize("to_mla", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_refusals_are_this_tools(
     tmp_path: Path, config: dict[str, Any], problem: str, to_mla: bool
 ):
