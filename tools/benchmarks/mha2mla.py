@@ -135,7 +135,7 @@ class Bench:
         found: dict[str, TokenScores] = {}
         stepper = None
         for text in texts:
-            path = self.work / f"{name} {text.name}.npz".replace("/", "_")
+            path = self._scores_file(name, text)
             if not path.is_file():
                 context = max(w.end - w.start for w in text.windows)
                 words = ["--hf-model", str(model), "--tokenizer-model", str(self.model)]
@@ -147,12 +147,16 @@ class Bench:
             found[text.name] = read_scores(path)
         return found
 
+    def _scores_file(self, name: str, text: _Text) -> Path:
+        return self.work / f"{name} {text.name}.npz".replace("/", "_")
+
     def converted(
         self, config: MLAConfig, statistics: StatisticsFile, texts: list[_Text], *, name: str
     ) -> tuple[dict[str, TokenScores], float]:
         """Scores of a conversion, and the seconds it took."""
         done = self.work / f"{name}.json"
-        if not done.is_file():
+        # A text that is new in a kept folder needs the checkpoint again.
+        if not (done.is_file() and all(self._scores_file(name, t).is_file() for t in texts)):
             with tempfile.TemporaryDirectory(dir=self.work) as folder:
                 started = time.perf_counter()
                 source, target = open_checkpoint(self.model), Path(folder) / "converted"
