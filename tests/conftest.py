@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before torch is imported: one thread, as in the ranks, so that a sum has the same order in both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,7 +19,13 @@ POOL = pytest.StashKey[RankPool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the pool; it starts nothing yet."""
+    """Make the pool; it starts nothing yet.
+
+    A shell that runs this in the background has it ignore Ctrl-C, and nohup hang-ups: what inherits
+    that could not test what signals do.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.stash[POOL] = RankPool()
 
 

@@ -13,6 +13,7 @@ from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.layout import open_layout
 from megatron_ext.upstream.model import build_trainable
 from megatron_ext.upstream.step import build_stepper
+from megatron_ext.upstream.stopping import Stopping
 from megatron_ext.upstream.update import update
 from tests.upstream.cpu_runs import SMALL
 from tests.upstream.jobs import fixed_batch, forward_backward
@@ -45,7 +46,8 @@ def recorded_reads(flags: str) -> set[str]:
         options.megatron.__class__ = Recording
         layout = open_layout(options.megatron)
         is_supervised = options.algorithm.algorithm == "sft"
-        (pretrain_rl.train if is_supervised else pretrain_rl.reinforce)(options, layout)
+        with Stopping(options.megatron) as stop:
+            (pretrain_rl.train if is_supervised else pretrain_rl.reinforce)(options, layout, stop)
     return vars(options.megatron)["_read"]
 
 

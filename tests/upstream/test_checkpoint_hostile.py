@@ -12,7 +12,7 @@ import torch
 from megatron.core.utils import get_model_config
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.upstream import checkpoint, convert
+from megatron_ext.upstream import checkpoint, convert_hf
 from megatron_ext.upstream.arguments import Options, parse
 from megatron_ext.upstream.checkpoint_folder import folder_of
 from megatron_ext.upstream.checkpoint_tensors import set_weights
@@ -34,7 +34,7 @@ def enter(entry: str, opened: Opened, run: Path) -> None:
     options, model, layout = opened
     args = Namespace(**vars(options.megatron) | {"load": str(run), "save": None})
     if entry == "convert":
-        convert.to_hf(run, run / "hf").run(lambda _: None)
+        convert_hf.to_hf(run, run / "hf").run(lambda _: None)
     elif entry == "evaluate":
         object.__setattr__(options, "megatron", args)
         fill_model(options, layout, chunks=model.chunks)

@@ -105,7 +105,7 @@ def test_a_file_is_graded(ranks: RankPool, model: Path, tmp_path: Path):
 REFUSALS = {
     "--samples 2 --k 3": "--k [3]: each must be from 1 to --samples 2",
     "--tasks nowhere.jsonl --tokenizer-type NullTokenizer": "nowhere.jsonl is no file",
-    "--num-tasks 0": "--num-tasks 0: ask for at least 1",
+    "--num-tasks 0": "--num-tasks: 0 must be at least 1",
     "--output /no/such/folder/a.json": "there is no folder",
     "--seq-length 5": "the longest sequence here is --max-context",
     "--max-context 4 --num-tasks 1": "all 1 episodes failed",

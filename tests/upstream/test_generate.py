@@ -94,7 +94,7 @@ def test_every_prompt_has_draws_of_its_own(ranks: RankPool, tmp_path: Path):
 
 
 REFUSALS = [
-    ({"prompt": "A"}, "--samples 0", "--samples 0 asks for nothing"),
+    ({"prompt": "A"}, "--samples 0", "--samples: 0 must be at least 1"),
     ({"prompt": "A" * 40}, "", "prompt 1: 40 tokens leave no room in --max-context 32"),
     ({"prompt_ids": [99]}, "", "prompt 1: ids from 99 to 99, but the vocabulary has 99: use"),
     ({"messages": [{"content": "A"}]}, "", "line 1 has messages without a `role`"),

@@ -53,7 +53,7 @@ def opened(words: list[str]) -> tuple[list[str], object]:
         model = build_trainable(options.megatron, layout)
         stepper = build_stepper(options, model=model, layout=layout)
         learner = MegatronLearner(options, stepper, is_new=True)
-        open_loop(options, learner, verify=verify, resume_step=None).close()
+        open_loop(options, learner, verify=verify).close()
     return [r.getMessage() for r in said.buffer], options.as_record().get("changed_preset")
 
 
@@ -65,7 +65,7 @@ def step_metrics(words: list[str]) -> dict[str, float]:
         model = build_trainable(options.megatron, layout)
         stepper = build_stepper(options, model=model, layout=layout)
         learner = MegatronLearner(options, stepper, is_new=True)
-        loop = open_loop(options, learner, verify=verify, resume_step=None)
+        loop = open_loop(options, learner, verify=verify)
         runner = EpisodeRunner(
             Slow, limits=episode_limits(options), sampling=options.rollout.sampling
         )

@@ -150,7 +150,7 @@ def our_steps(
         stepper, _ = open_model(parsed, layout, samples_id=tasks_id(parsed))
         learner = MegatronLearner(parsed, stepper, is_new=True)
         with Verifiers(parsed.rewards) as verify:
-            loop = open_loop(parsed, learner, verify=verify, resume_step=None)
+            loop = open_loop(parsed, learner, verify=verify)
             runner = FixedLengthRunner(
                 lambda: SumOfIds(loop.source.environment()),
                 limits=episode_limits(parsed),
