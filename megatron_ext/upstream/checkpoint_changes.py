@@ -86,10 +86,11 @@ def changes(
     )
     skipped = FREE | (_SCHEDULE if args.use_checkpoint_opt_param_scheduler else frozenset())
     options = {action.dest: action for action in reversed(build_parser()._actions)}
+    old, new = vars(saved_args), vars(args)
     for name, action in reversed(options.items()):
-        if name in skipped | _TOLD_APART or not (hasattr(args, name) and hasattr(saved_args, name)):
+        if name in skipped | _TOLD_APART or not (name in new and name in old):
             continue
-        before, now = getattr(saved_args, name), getattr(args, name)
+        before, now = old[name], new[name]
         if not _same(before, now):
             text = f"{action.option_strings[0]}: {_shown(action, before)} -> {_shown(action, now)}"
             found.append(text)

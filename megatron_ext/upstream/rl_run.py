@@ -24,7 +24,7 @@ from megatron_ext.rewards.verifiers import Verifiers
 from megatron_ext.rl.evaluation import Evaluator
 from megatron_ext.rl.learning import Planner
 from megatron_ext.rl.loop import ReinforcementLoop
-from megatron_ext.rl.stop import NeverStops, Stop
+from megatron_ext.rl.stop import Stop
 from megatron_ext.rl.transcripts import Transcripts
 from megatron_ext.rl.watch import Watch
 from megatron_ext.rollout.types import SamplingParams
@@ -124,15 +124,11 @@ def open_loop(
     learner: MegatronLearner,
     *,
     verify: Verifiers,
-    start: Progress | None = None,
-    stop: Stop | None = None,
-    gaps: Gaps | None = None,
+    start: Progress,
+    stop: Stop,
+    gaps: Gaps,
 ) -> ReinforcementLoop:
-    """Everything but the loop over steps; to be closed.
-
-    start: where the run goes on; None = a new one.
-    stop: what may end it early; None = nothing.
-    gaps: told of episodes that the record loses.
+    """Everything but the loop over steps; to be closed.  gaps: told of episodes that get lost.
 
     Raises:
         OSError: the record of an earlier process cannot be continued.
@@ -159,9 +155,9 @@ def open_loop(
         decode=decode,
         per_step=config.rollouts_per_step,
         max_bytes=int(config.rollouts_megabytes * MEGABYTE),
-        resume_step=start.step or None if start else None,
+        resume_step=start.step or None,
         is_writer=learner.is_writer,
-        gaps=gaps or Gaps(),
+        gaps=gaps,
     )
     evaluator = None
     if config.eval_every:
@@ -191,7 +187,7 @@ def open_loop(
         max_response_tokens=options.rollout.rollout_max_new_tokens,
         seed=args.seed,
         timed_calls=calls,
-        stop=stop or NeverStops(),
+        stop=stop,
     )
 
 

@@ -98,7 +98,7 @@ REFUSALS = [
     ({"prompt": "A" * 40}, "", "prompt 1: 40 tokens leave no room in --max-context 32"),
     ({"prompt_ids": [99]}, "", "prompt 1: ids from 99 to 99, but the vocabulary has 99: use"),
     ({"messages": [{"content": "A"}]}, "", "line 1 has messages without a `role`"),
-    ({"prompt": "A"}, "--top-logprobs -1", "prompt 1: top_logprobs -1 is negative"),
+    ({"prompt": "A"}, "--top-logprobs -1", "--top-logprobs: -1 must be at least 0"),
     ({"prompt": "A"}, "--output /no/such/folder/out", "there is no folder /no/such/folder"),
     ({"prompt": "A"}, "--hf-model /no/such/model", "/no/such/model"),
 ]

@@ -13,8 +13,11 @@ import pytest
 from megatron_ext.environments.arithmetic import ArithmeticEnvironment
 from megatron_ext.environments.base import Observation
 from megatron_ext.environments.runner import EpisodeRunner
+from megatron_ext.report.gaps import Gaps
 from megatron_ext.rewards.verifiers import Verifiers
+from megatron_ext.rl.stop import NeverStops
 from megatron_ext.upstream.arguments import parse
+from megatron_ext.upstream.checkpoint import Progress
 from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.layout import open_layout
 from megatron_ext.upstream.learner import MegatronLearner
@@ -32,6 +35,9 @@ LAYOUTS = {
     "tp2": (2, "--tensor-model-parallel-size 2"),
 }
 SECONDS = 0.002
+
+ALONE = {"start": Progress(), "stop": NeverStops(), "gaps": Gaps()}
+"""A loop that begins anew and that nothing stops."""
 
 
 class Slow(ArithmeticEnvironment):
@@ -53,7 +59,7 @@ def opened(words: list[str]) -> tuple[list[str], object]:
         model = build_trainable(options.megatron, layout)
         stepper = build_stepper(options, model=model, layout=layout)
         learner = MegatronLearner(options, stepper, is_new=True)
-        open_loop(options, learner, verify=verify).close()
+        open_loop(options, learner, verify=verify, **ALONE).close()
     return [r.getMessage() for r in said.buffer], options.as_record().get("changed_preset")
 
 
@@ -65,7 +71,7 @@ def step_metrics(words: list[str]) -> dict[str, float]:
         model = build_trainable(options.megatron, layout)
         stepper = build_stepper(options, model=model, layout=layout)
         learner = MegatronLearner(options, stepper, is_new=True)
-        loop = open_loop(options, learner, verify=verify)
+        loop = open_loop(options, learner, verify=verify, **ALONE)
         runner = EpisodeRunner(
             Slow, limits=episode_limits(options), sampling=options.rollout.sampling
         )

@@ -25,10 +25,13 @@ from megatron_ext.environments.base import (
 )
 from megatron_ext.environments.episode import Episode
 from megatron_ext.environments.runner import EpisodeRunner
+from megatron_ext.report.gaps import Gaps
 from megatron_ext.rewards.verifiers import Verifiers
 from megatron_ext.rl.loop import ReinforcementLoop
+from megatron_ext.rl.stop import NeverStops
 from megatron_ext.rollout.types import Completion, Request
 from megatron_ext.upstream.arguments import parse
+from megatron_ext.upstream.checkpoint import Progress
 from megatron_ext.upstream.cpu import device_mode
 from megatron_ext.upstream.layout import close_layout, open_layout
 from megatron_ext.upstream.learner import MegatronLearner
@@ -150,7 +153,9 @@ def our_steps(
         stepper, _ = open_model(parsed, layout, samples_id=tasks_id(parsed))
         learner = MegatronLearner(parsed, stepper, is_new=True)
         with Verifiers(parsed.rewards) as verify:
-            loop = open_loop(parsed, learner, verify=verify)
+            loop = open_loop(
+                parsed, learner, verify=verify, start=Progress(), stop=NeverStops(), gaps=Gaps()
+            )
             runner = FixedLengthRunner(
                 lambda: SumOfIds(loop.source.environment()),
                 limits=episode_limits(parsed),
