@@ -23,6 +23,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 # before torch is imported: no GPU and no thread, because runs are forked from here
 os.environ.update(CUDA_VISIBLE_DEVICES="", CUDA_DEVICE_MAX_CONNECTIONS="1")
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = {job: left_alone(job, folder_of(root, job)) for job in JOBS}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     started = time.monotonic()
-    for number in range(options.first, options.first + options.count):
+    for number in tqdm(range(options.first, options.first + options.count), unit="fault"):
         draw = random.Random(f"{options.seed} {number}")
         kind = options.kinds[number % len(options.kinds)]
         job = draw.choice(JOBS)

@@ -86,9 +86,11 @@ def prompt_ids(
 def result(
     record: Mapping[str, Any], completion: Completion, *, text: str, sample: int, logprobs: bool
 ) -> Record:
-    """The line of one completion."""
+    """The line of one completion; other keys of the prompt stand under `metadata`."""
+    kind = next(name for name in _KINDS if name in record)
     found = {
-        **record,
+        kind: record[kind],
+        "metadata": {name: value for name, value in record.items() if name != kind},
         "sample": sample,
         "completion": text,
         "token_ids": list(completion.token_ids),

@@ -9,6 +9,7 @@ Invariant the tests check: no rank goes on unless all do, with one message on al
 from __future__ import annotations
 
 import heapq
+import logging
 import os
 import socket
 import time
@@ -38,6 +39,8 @@ from megatron_ext.upstream.checkpoint_pickles import (
 )
 from megatron_ext.upstream.checkpoint_reading import common_of
 from megatron_ext.upstream.layout import Layout
+
+logger = logging.getLogger(__name__)
 
 SETTLING_SECONDS = 10.0
 """How long a network file system may take to show one host what another one wrote."""
@@ -171,6 +174,10 @@ def _of_small_files(folder: Path) -> tuple[dict[str, FileRecord] | None, list[st
         records = read_checksums(folder)
         if not found and records is None:
             common_of(folder)  # the only large file whose content is looked at without checksums
+            logger.warning(
+                "%s has no checksums.json: only files that are missing or cut short are found",
+                folder,
+            )
     except DamagedCheckpointError as error:
         return None, [str(error).replace(f"{folder}{os.sep}", "")]
     return records, found

@@ -24,7 +24,7 @@ from tools import convert_checkpoint, generate
 def test_the_file_is_the_same_on_every_layout(ranks: RankPool, tmp_path: Path):
     model = build(MODELS["llama"])
     model.save_pretrained(tmp_path / "model")
-    prompts = [{"prompt_ids": [1, 2, 3], "id": "a"}, {"prompt": "AB"}]
+    prompts = [{"prompt_ids": [1, 2, 3], "id": "a", "sample": 9}, {"prompt": "AB"}]
     (tmp_path / "in.jsonl").write_text("\n\n".join(map(json.dumps, prompts)))
     words = (
         f"--hf-model {tmp_path}/model --prompts {tmp_path}/in.jsonl --max-context 32 --samples 2 "
@@ -36,7 +36,7 @@ def test_the_file_is_the_same_on_every_layout(ranks: RankPool, tmp_path: Path):
         ranks(size).run(run_generate_tool, [*words, "--output", str(output), *extra])
         found[output] = [json.loads(line) for line in output.read_text().splitlines()]
     first, *others = found.values()
-    assert [(line.get("id"), line["sample"]) for line in first] == [
+    assert [(line["metadata"].get("id"), line["sample"]) for line in first] == [
         ("a", 0),
         ("a", 1),
         (None, 0),

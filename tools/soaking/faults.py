@@ -132,11 +132,16 @@ def two_runs(harm: Harm) -> list[str]:
     second = Running(harm.job, harm.folder)
     code, _ = second.wait(), first.wait()
     said = second.said()
-    wrong = [] if first.code in (0, None) else [f"the first run ended with {first.code}"]
-    if code not in (0, 2):
-        wrong.append(f"the second run ended with {code}")
-    if code == 2 and f"is in use by process {first.ranks[0]} on " not in said:
-        wrong.append("the second run was refused without the first one's process")
+    wrong = [
+        f"the {name} run ended with {ended}"
+        for name, ended in (("first", first.code), ("second", code))
+        if ended not in (0, 2)
+    ]
+    if first.code == code == 2:
+        wrong.append("each run refused the other")
+    for name, refused, other in (("first", first, second), ("second", second, first)):
+        if refused.code == 2 and f"is in use by process {other.ranks[0]} on " not in refused.said():
+            wrong.append(f"the {name} run was refused without the other one's process")
     if not was_running and code == 2 and "in use" in said:
         wrong.append("the lock of a run outlives it")
     return wrong
