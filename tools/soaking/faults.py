@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.soaking.jobs import Job, Running, run_to_end
+from tools.soaking.jobs import Job, Running, is_alive, run_to_end
 
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -181,12 +181,13 @@ def _signalled(running: Running, pids: list[int], number: int) -> list[str]:
 
 
 def _send(pid: int, number: int) -> bool:
-    """Whether there was a process to send the signal to."""
+    """Whether there was a process, not one that has ended already, to send the signal to."""
+    was_alive = is_alive(pid)
     try:
         os.kill(pid, number)
     except ProcessLookupError:
         return False
-    return Path(f"/proc/{pid}/stat").exists()
+    return was_alive
 
 
 def _limit(running: Running, size: int) -> None:

@@ -83,7 +83,7 @@ class Running:
     def ranks_end(self, seconds: float = GRACE_SECONDS) -> bool:
         """Whether every rank ends within that time."""
         deadline = time.monotonic() + seconds
-        while any(map(_is_alive, self.ranks)):
+        while any(map(is_alive, self.ranks)):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.02)
@@ -92,7 +92,7 @@ class Running:
     def end(self) -> None:
         """Kill whatever is left of it."""
         for pid in (*self.ranks, self.launcher):
-            if _is_alive(pid):
+            if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         self.wait()
 
@@ -107,7 +107,8 @@ class Running:
         return path.stat().st_size if path.exists() else 0
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and has not ended."""
     stat = Path(f"/proc/{pid}/stat")
     try:
         return stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -151,7 +152,7 @@ def _launch(job: Job, folder: Path, words: Sequence[str], tell: int) -> int:
 
     def forward(number: int, frame: object) -> None:
         for pid in ranks:
-            if _is_alive(pid):
+            if is_alive(pid):
                 os.kill(pid, number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -167,7 +168,7 @@ def _launch(job: Job, folder: Path, words: Sequence[str], tell: int) -> int:
             time.sleep(0.3)
             forward(signal.SIGTERM, None)
             deadline = time.monotonic() + GRACE_SECONDS
-            while any(map(_is_alive, ranks)) and time.monotonic() < deadline:
+            while any(map(is_alive, ranks)) and time.monotonic() < deadline:
                 time.sleep(0.02)
             forward(signal.SIGKILL, None)
     for standard in (1, 2):
