@@ -6,6 +6,8 @@ is the value of a function; any other letter multiplies.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from megatron_ext.rewards.formula.cursor import Cursor
 from megatron_ext.rewards.formula.nodes import BrokenFormula, Node, UnknownFormula
 from megatron_ext.rewards.formula.tokens import FUNCTIONS, Token
@@ -17,36 +19,36 @@ GREEK = frozenset(_GREEK_NAMES.split())
 _CLOSERS = {"(": (")", "]"), "[": ("]", ")"), "{": ("}",), "\\{": ("\\}",), "langle": ("rangle",)}
 
 
-class Atoms(Cursor):
+class Atoms(Cursor, ABC):
     """Reads one operand; sums, powers and lists are read by the class below it."""
 
     def __init__(self, tokens: list[Token]) -> None:
         super().__init__(tokens)
         self._bars = 0
 
+    @abstractmethod
     def sum(self) -> Node:
         """A sum."""
-        raise NotImplementedError
 
+    @abstractmethod
     def power(self) -> Node:
         """An operand with what is raised or stands behind it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def exponent(self) -> Node:
         """What stands after ^."""
-        raise NotImplementedError
 
+    @abstractmethod
     def postfixed(self, node: Node) -> Node:
         """A node with what stands behind it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def factors(self, factor: Node) -> Node:
         """A product without signs between its factors, of which the first is read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_list(self) -> Node:
         """What stands between brackets."""
-        raise NotImplementedError
 
     def primary(self) -> Node:
         """One operand."""
