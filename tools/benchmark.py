@@ -80,9 +80,9 @@ def table(figures: Mapping[str, object]) -> str:
                 f"{way} {shown(x)}" + (f" (x {x / first:.3g})" if way_is_later and first else "")
                 for way_is_later, (way, x) in enumerate(value.items())
             ]
-            lines.append(f"{name:28}{'   '.join(cells)}")
+            lines.append(f"{name:27} {'   '.join(cells)}")
         else:
-            lines.append(f"{name:28}{shown(value)}")
+            lines.append(f"{name:27} {shown(value)}")
     return "\n".join(lines) + "\n"
 
 

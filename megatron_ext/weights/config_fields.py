@@ -68,7 +68,7 @@ def check_others(fields: Fields, *, is_latent: bool) -> list[str]:
         if name in NEUTRAL:
             if value not in NEUTRAL[name]:
                 fields.problem(f"{name} {value!r}: only {NEUTRAL[name][0]!r} is built.")
-        elif value is not None and name != "layer_types" and not (is_latent and name in _OF_LATENT):
+        elif value is not None and not has_place(name, is_latent=is_latent):
             unknown.append(name)
     return unknown
 
